@@ -23,23 +23,25 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import Graph
+from torch.fx import Graph, Node
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from benchmarks.exact_schedule import exact_schedule
 from benchmarks.models import GPTConfig, PlainGPT
-from sp_compiler.base.units import bytes_text
+from sp_compiler.base.units import bytes_text, time_text
 from sp_compiler.codegen.module_text import CompiledRegion
 from sp_compiler.compiler import build
 from sp_compiler.cost.hardware import Hardware, Link, hardware_of
 from sp_compiler.cost.memory import backward_peak_bytes
 from sp_compiler.cost.node_cost import collectives_us, compute_us, elapsed_us, node_collectives
 from sp_compiler.cost.step_memory import step_memory
+from sp_compiler.cost.step_timeline import FunctionRun, StepTimeline
 from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.ir.fx import ancestors, descendants
 from sp_compiler.options import CompileOptions
 from sp_compiler.passes.overlap.tasks import graph_tasks
 from sp_compiler.planning.planned_program import PlannedProgram
-from sp_compiler.solve.block_schedule import simulate
+from sp_compiler.solve.block_schedule import Block, Task, least_us, simulate
 from sp_compiler.solve.list_schedule import list_schedule
 
 RANKS, LAYERS, HIDDEN, LENGTH = 8, 4, 4096, 2048
@@ -102,9 +104,14 @@ class Row:
     Attributes:
         share: of communication in forward and backward of a block that recomputes nothing.
         exposed: part of backward's communication that no work hides.
+        least: below that there is no order of any number of layers, in whatever memory.
         alone: the same where backwards do no work for other calls.
         blocking_bytes: peak of the step without overlap.
         peak_bytes: peak of the step.
+        recompute_us: kernels that backward runs again.
+        hidden_us: part of that during which the link is busy.
+        fitting_us: the most that could be: kernels that are no recomputation leave the link so much
+            time alone.
         in_a_row: whether backwards recompute for the call before, or leave it gradients.
         gap: the backward as one function beside the exact program's, if that was asked for.
     """
@@ -113,9 +120,13 @@ class Row:
     recompute: str
     share: float
     exposed: float
+    least: float
     alone: float
     blocking_bytes: int
     peak_bytes: int
+    recompute_us: float
+    hidden_us: float
+    fitting_us: float
     in_a_row: bool
     gap: Gap | None
 
@@ -165,14 +176,20 @@ def rows(name: str, policies: Sequence[str], exact: bool) -> Iterator[Row]:
             graph = own.middle_backward
             assert graph is not None
             assert own.backward is not None
+            recompute_us, hidden_us = _recomputation(program, graph)
+            idle_us = exposed(graph, device) * _communication_us(graph, device)
             yield Row(
                 model=name,
                 recompute=recompute,
                 share=share,
                 exposed=exposed(graph, device),
+                least=least_exposed(block_of(blocking), device),
                 alone=exposed(own.backward, device),
                 blocking_bytes=step_memory(blocking).peak_bytes,
                 peak_bytes=step_memory(program).peak_bytes,
+                recompute_us=recompute_us,
+                hidden_us=hidden_us,
+                fitting_us=min(recompute_us, hidden_us + idle_us),
                 in_a_row=graph is not own.step_backward,
                 gap=_gap(blocking, own.backward, device) if exact else None,
             )
@@ -183,6 +200,64 @@ def exposed(graph: Graph, device: Hardware) -> float:
     work_us = sum(compute_us(node, device) for node in graph.nodes)
     waited_us = elapsed_us(graph, RANKS, device) - work_us
     return max(0.0, waited_us / _communication_us(graph, device))
+
+
+def _recomputation(program: PlannedProgram, graph: Graph) -> tuple[float, float]:
+    """Return the time of what the backward ``graph`` recomputes, and of what the link hides of it.
+
+    The plan's timeline has both, for that function alone.
+    """
+    block = block_of(program)
+    (name,) = [name for name, own in block.partitioned.functions.items() if own is graph]
+    spans = program.plan.schedule.functions[block.region.name, name]
+    alone = StepTimeline((FunctionRun(block.region.name, "", name, 0.0, spans),))
+    again = [span for span in spans if span.recomputed and span.stream == "compute"]
+    recompute_us = sum(span.duration_us for span in again)
+    return recompute_us, recompute_us - alone.exposed_recompute_us
+
+
+def least_exposed(block: CompiledRegion, device: Hardware) -> float:
+    """Return a bound on the exposed part of the communication of a backward in the middle of many.
+
+    Of the work of all layers anything may run beside anything, as far as data allows: gradients of
+    weights at any time later, recomputation at any time earlier. What is left is the chain from
+    layer to layer: all that leads from the gradients that a call is given to those that it passes
+    on. It runs once in each layer's time, in which all kernels and all collectives of a layer have
+    to run as well.
+    """
+    backward = block.partitioned.backward
+    assert backward is not None
+    tasks = graph_tasks(backward, (), device)
+    grads: Sequence[Node | None] = backward.output_node().args[0]
+    passed_on = [
+        grad
+        for grad, kind in zip(grads, block.region.input_kinds, strict=True)
+        if grad is not None and kind not in ("param", "buffer")
+    ]
+    placeholders = backward.find_nodes(op="placeholder")
+    given = placeholders[len(block.partitioned.saved) :]
+    on_chain = descendants(given) & ancestors(passed_on)
+    chain = _only(tasks.block, [i for i, node in enumerate(tasks.nodes) if node in on_chain])
+    link_us = _communication_us(backward, device)
+    kernels_us = tasks.block.compute_us
+    return max(least_us(chain), link_us, kernels_us) / link_us - kernels_us / link_us
+
+
+def _only(block: Block, wanted: Sequence[int]) -> Block:
+    """Return the tasks ``wanted`` of ``block`` alone; none depend on each other through others."""
+    place = {position: index for index, position in enumerate(wanted)}
+    tasks = [block.tasks[position] for position in wanted]
+    return Block(
+        tuple(
+            Task(
+                needs=tuple(place[needed] for needed in task.needs if needed in place),
+                time_us=task.time_us,
+                link_us=task.link_us,
+                waits_for=None if task.waits_for is None else place[task.waits_for],
+            )
+            for task in tasks
+        )
+    )
 
 
 def _gap(blocking: CompiledProgram, graph: Graph, device: Hardware) -> Gap:
@@ -238,6 +313,13 @@ def print_steps(name: str) -> None:
     show("auto", compiled(name, hardware=device, recompute="auto", memory_budget=budget))
 
 
+def _hidden_text(row: Row) -> str:
+    if not row.fitting_us:
+        return f"{time_text(row.recompute_us)} | "
+    part = row.hidden_us / row.fitting_us
+    return f"{time_text(row.recompute_us)} | {part:.1%} of {time_text(row.fitting_us)}"
+
+
 def _gap_text(gap: Gap) -> str:
     most = "" if gap.proven else "at most "
     return f"{most}{gap.longer:.1%}, {gap.schedule_s:.2f} s, {gap.exact_s:.2f} s"
@@ -264,15 +346,17 @@ def main() -> None:
         for name in options.models:
             print_half_batches(name)
         return
-    print("| model | recompute | communication | exposed | alone | peak, without | longer |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    head = "exposed | at least | alone | peak, without | recompute | hidden | longer"
+    print(f"| model | recompute | communication | {head} |")
+    print(f"| --- | --- | --- {'| --- ' * (head.count('|') + 1)}|")
     for name in options.models:
         for row in rows(name, options.recompute, options.exact):
             gap = "" if row.gap is None else _gap_text(row.gap)
+            alone = f"{row.alone:.1%}" if row.in_a_row else ""
             print(
                 f"| {row.model} | {row.recompute} | {row.share:.0%} | {row.exposed:.1%} "
-                f"| {f'{row.alone:.1%}' if row.in_a_row else ''} | {bytes_text(row.peak_bytes)}, "
-                f"{bytes_text(row.blocking_bytes)} | {gap} |",
+                f"| {row.least:.1%} | {alone} | {bytes_text(row.peak_bytes)}, "
+                f"{bytes_text(row.blocking_bytes)} | {_hidden_text(row)} | {gap} |",
                 flush=True,
             )
 

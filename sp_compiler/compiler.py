@@ -117,7 +117,7 @@ def build(
         return _compile_open_or_fixed(compile_with, options, open_dims)
     halves = compile_with(replace(options, half_batches=True), open_dims=False)
     full = _compile_open_or_fixed(compile_with, replace(options, half_batches=False), open_dims)
-    return halves if halves_pay(halves.plan, full.plan) else full
+    return halves if halves_pay(halves.plan, full.plan, options.budget_bytes) else full
 
 
 def _compile_open_or_fixed(

@@ -84,7 +84,8 @@ class Options(TypedDict, total=False):
             computes while the other communicates (arXiv 2409.15241). A layer that mixes samples of
             the batch (batch norm, experts), or gets an odd batch, is not split, and the plan notes
             the reason. ``"auto"`` compiles both ways and splits if the estimated step takes at
-            least 1 % less time and no more memory. Each input size is compiled separately.
+            least 1 % less time, and no more memory than without or than ``memory_budget``. Each
+            input size is compiled separately.
         backend: ``"eager"`` runs the generated code as it is; ``"inductor"`` compiles, at the first
             call, the code between collectives (see docs/usage.md); ``"inductor_pointwise"`` what
             lies between matrix products, too; or the name of your own file in

@@ -21,7 +21,7 @@ Nodes keep their meta; placeholders of what a function is given as its own get `
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 from torch.fx import Node
 
@@ -32,9 +32,9 @@ from sp_compiler.ir.rewriting import subgraph
 from sp_compiler.passes.overlap.look_ahead import handed_over, joined, with_parts
 
 
-def hand_overs(parts: Partitioned, own_parameters: Collection[int]) -> Iterator[SplitBackward]:
-    """Yield a way for each gradient of a weight that can be left to the call before, the last to be
-    computed first.
+def leavable(parts: Partitioned, own_parameters: Collection[int]) -> list[int]:
+    """Return the inputs of a region whose gradients may be left to the call before, the one whose
+    gradient is computed last first.
 
     Args:
         parts: without overlap yet, so that a collective and its wait are together.
@@ -45,20 +45,22 @@ def hand_overs(parts: Partitioned, own_parameters: Collection[int]) -> Iterator[
     grads: Sequence[Node | None] = parts.backward.output_node().args[0]
     place = {node: index for index, node in enumerate(parts.backward.nodes)}
     own = [(place[grad], index) for index in own_parameters if (grad := grads[index]) is not None]
-    for _, index in sorted(own, reverse=True):
-        way = _without(parts, index)
-        if way is not None:
-            yield way
+    return [index for _, index in sorted(own, reverse=True)]
 
 
-def _without(parts: Partitioned, late: int) -> SplitBackward | None:
-    """Leave the gradient of input ``late`` to the call before, if that has something to compute."""
+def without(parts: Partitioned, late: Collection[int]) -> SplitBackward | None:
+    """Leave the gradients of the inputs ``late`` to the call before; ``None`` where that has
+    nothing to compute for one of them, or where what it computes from is not only the region's.
+
+    Args:
+        parts: as for :func:`leavable`, which names what ``late`` may have.
+    """
     backward = parts.backward
     assert backward is not None
     grads: Sequence[Node | None] = backward.output_node().args[0]
     calls = [node for node in backward.nodes if node.op == "call_function"]
-    early = [None if index == late else grad for index, grad in enumerate(grads)]
-    left = [grad if index == late else None for index, grad in enumerate(grads)]
+    early = [None if index in late else grad for index, grad in enumerate(grads)]
+    left = [grad if index in late else None for index, grad in enumerate(grads)]
     needed = ancestors(filter(None, left))
     given = backward.find_nodes(op="placeholder")
     kinds = {node: each.kind for node, each in zip(given, parts.saved, strict=False)}
@@ -72,7 +74,8 @@ def _without(parts: Partitioned, late: int) -> SplitBackward | None:
     second = [node for node in calls if node in needed and node not in first]
     met, twice = handed_over({*first, *given}, [*second, *filter(None, left)])
     # What is returned belongs to others, who may change it in place.
-    if base(grads[late]) not in second or {*map(base, met)} & {*map(base, filter(None, early))}:
+    computed = {base(grad) for grad in filter(None, left)} <= {*second}
+    if not computed or {*map(base, met)} & {*map(base, filter(None, early))}:
         return None
     handed = [node for node in backward.nodes if node in met]
     weights = subgraph(handed, [node for node in calls if node in twice or node in second], left)
@@ -85,7 +88,8 @@ def _without(parts: Partitioned, late: int) -> SplitBackward | None:
     graph, own, behind = joined(inputs, weights, num_tangents, BEHIND, other_first=True)
     of_call, of_behind = (each.output_node().args[0] for each in (inputs, weights))
     results = [None if node is None else own[node] for node in of_call]
-    results[late] = behind[of_behind[late]]
+    for index in late:
+        results[index] = behind[of_behind[index]]
     graph.output(tuple(results))
     graph.lint()
     return SplitBackward(inputs, weights, graph)

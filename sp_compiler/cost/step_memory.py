@@ -138,11 +138,13 @@ class Room:
         forward_bytes: of forward, so that the step stays below its limit.
         backward_bytes: likewise of backward.
         most_bytes: of backward, where more memory than that hides more communication.
+        behind_bytes: likewise where it computes gradients that the call behind has left.
     """
 
     forward_bytes: int = 0
     backward_bytes: int = 0
     most_bytes: int = 0
+    behind_bytes: int = 0
 
 
 def functions_room(
@@ -159,7 +161,8 @@ def functions_room(
     the loss, so that the functions of blocks may take more. A region's function serves all its
     calls, so the call with most bytes around it counts. Without a budget, the backward of a layer
     may take as much again as it takes itself, because what runs early belongs to one more layer at
-    most; with many layers that is little beside what they all save.
+    most, and once more where the layer behind leaves it gradients; with many layers that is little
+    beside what they all save.
 
     Args:
         budget_bytes: limit for the activations of a step.
@@ -184,6 +187,7 @@ def functions_room(
             left_bytes[name, "forward"],
             backward_bytes := left_bytes.get((name, "backward"), 0),
             backward_bytes + min(own_bytes[name], beyond_bytes),
+            backward_bytes + min(2 * own_bytes[name], beyond_bytes),
         )
         for name in layers
     }

@@ -93,6 +93,11 @@ class Block:
         return tuple(tuple(dict.fromkeys((*task.makes, *task.reads))) for task in self.tasks)
 
     @cached_property
+    def made_bytes(self) -> tuple[int, ...]:
+        """Bytes of the storages that a task makes, by its position."""
+        return tuple(sum(self.storage_bytes[made] for made in task.makes) for task in self.tasks)
+
+    @cached_property
     def num_holders(self) -> tuple[int, ...]:
         """Number of tasks that make or read a storage; one more of those that are returned."""
         counts = [int(storage in self.returned) for storage in range(len(self.storage_bytes))]

@@ -78,7 +78,7 @@ def list_schedule(block: Block, limit_bytes: int, *, quick: bool = False) -> lis
     given = list(range(len(block.tasks)))
     limit_bytes = max(limit_bytes, peak_bytes(block, given))
     best = _scored(block, given, _Wishes((0.0,) * len(given)))
-    fitting, bound_us = _Fitting(given), least_us(block) * (1 + _ROUNDING)
+    fitting, bound_us = _Fitting(block, given), least_us(block) * (1 + _ROUNDING)
     priorities = (_in_given_order(block), _by_longest_path(block), _by_next_collective(block))
     for sparing, ranks in product((False, True), priorities):
         if sparing and best.time_us <= bound_us:
@@ -146,12 +146,15 @@ class _Fitting:
     Attributes:
         order: its tasks.
         place: index in ``order``, by task.
+        reached_bytes: bytes that exist while a task runs, by its index in ``order``.
         can_run: whether a task can run after a set of others (one bit each), as far as that was
             asked: most walks meet the sets of the walks before.
     """
 
-    def __init__(self, order: Sequence[int]) -> None:
+    def __init__(self, block: Block, order: Sequence[int]) -> None:
         self.order = order
+        memory = Memory(block)
+        self.reached_bytes = [memory.run(position) for position in order]
         self.place = {position: place for place, position in enumerate(order)}
         self.can_run: dict[tuple[int, int], bool] = {}
 
@@ -170,7 +173,7 @@ def _climb(block: Block, limit_bytes: int, best: _Scored, bound_us: float) -> _S
     # the same in all versions of Python.
     draw = random.Random(0).random
     tasks, starts = len(block.tasks), list(block.wait_of)
-    fitting, failures = _Fitting(best.order), 0
+    fitting, failures = _Fitting(block, best.order), 0
     for _ in range(_TASKS_WALKED // max(1, tasks)):
         if best.time_us <= bound_us or failures >= _PATIENCE:
             break
@@ -184,7 +187,7 @@ def _climb(block: Block, limit_bytes: int, best: _Scored, bound_us: float) -> _S
         walked = _walked(block, limit_bytes, changed, fitting)
         failures += 1
         if walked.cost_us < best.cost_us:
-            fitting, failures = _Fitting(walked.order), 0
+            fitting, failures = _Fitting(block, walked.order), 0
         # Also one that is as good: from there other changes lead on.
         best = walked if walked.cost_us <= best.cost_us else best
     return best
@@ -263,6 +266,7 @@ class _Walk:
         self._waits: list[tuple[float, int]] = []
         self._done = 0  # a set, one bit per task
         self._first_left, self._last_done = 0, -1  # places in ``fitting``
+        self._early_bytes = 0  # made by what ran before the first that is left there
         self._now_us = self._link_free_us = 0.0
         self._arrival_us: dict[int, float] = {}
         self._under_way: dict[int, None] = {}  # starts; a set with an order
@@ -329,16 +333,22 @@ class _Walk:
         return self._fitting.can_run[key]
 
     def _returns_after(self, position: int) -> bool:
-        memory = self._memory.copy()
-        if memory.run(position) > self._limit_bytes:
+        if self._memory.live_bytes + self._block.tasks[position].run_bytes > self._limit_bytes:
             return False
+        # Behind the last task that has run everything is as in that order. Until then there is at
+        # most what exists in it, and what was made early.
+        last = max(self._last_done, self._fitting.place[position])
+        most_bytes = max(self._fitting.reached_bytes[self._first_left : last + 1])
+        early_bytes = self._early_bytes + self._block.made_bytes[position]
+        if most_bytes + early_bytes <= self._limit_bytes:
+            return True
+        memory = self._memory.copy()
+        memory.run(position)
         # First what is under way arrives, which only frees memory.
         wait_of = self._block.wait_of
         waits = [wait_of[start] for start in (*self._under_way, position) if start in wait_of]
         for wait in waits:
             memory.run(wait)
-        # Behind the last task that has run everything is as in that order.
-        last = max(self._last_done, self._fitting.place[position])
         for later in self._fitting.order[self._first_left : last + 1]:
             left = not self._done >> later & 1 and later != position and later not in waits
             if left and memory.run(later) > self._limit_bytes:
@@ -363,7 +373,9 @@ class _Walk:
         self._done |= 1 << position
         self._last_done = max(self._last_done, self._fitting.place[position])
         order = self._fitting.order
+        self._early_bytes += self._block.made_bytes[position]
         while self._first_left < len(order) and self._done >> order[self._first_left] & 1:
+            self._early_bytes -= self._block.made_bytes[order[self._first_left]]
             self._first_left += 1
         ready, key = self._place_ready(position)
         ready.remove((key, position))

@@ -254,7 +254,9 @@ class CollectivesByAxis(TorchDispatchMode):
         namespace, _, name = func.name().partition("::")
         if namespace in ("c10d", "_c10d_functional") and "wait" not in name:
             kind = name.replace("_into_tensor", "").replace("_tensor", "").strip("_.")
-            kind = "".join(c for c in kind if c.isalpha()).removesuffix("base").removesuffix("single")
+            kind = (
+                "".join(c for c in kind if c.isalpha()).removesuffix("base").removesuffix("single")
+            )
             leaves = torch.utils._pytree.tree_leaves((args, kwargs or {}))
             axis = next((a for leaf in leaves if (a := self._axis(leaf))), "?")
             self.counts[axis, kind] += 1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from sp_compiler.compiler import to_program
 from sp_compiler.cost.hardware import H100, Link
 from sp_compiler.ir.captured import Captured
 from sp_compiler.options import CompileOptions
-from sp_compiler.passes.half_batches import half_batches
+from sp_compiler.passes.half_batches import half_batches, halves_pay
 from sp_compiler.passes.normalize import normalize
 from sp_compiler.trace.export import capture
 from tests.helpers.parity import Case, case, compiled, output_error, simulate
@@ -190,6 +192,28 @@ def test_auto_splits_where_communication_takes_long() -> None:
         faster.append(auto.step_us < full.step_us)
         assert auto.activation_peak_bytes <= full.activation_peak_bytes
     assert faster == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("step_us", "num_bytes", "budget_bytes", "pays"),
+    [
+        (98.0, 10, None, True),
+        (99.5, 10, None, False),
+        (98.0, 11, None, False),
+        (98.0, 11, 11, True),
+        (98.0, 12, 11, False),
+    ],
+)
+def test_what_auto_asks_of_halves(
+    step_us: float, num_bytes: int, budget_bytes: int | None, pays: bool
+) -> None:
+    """Time, and memory within that of the full batch or the user's budget."""
+
+    def plan(step_us: float, num_bytes: int) -> Any:
+        schedule = SimpleNamespace(step_us=step_us)
+        return SimpleNamespace(schedule=schedule, activation_peak_bytes=num_bytes)
+
+    assert halves_pay(plan(step_us, num_bytes), plan(100.0, 10), budget_bytes) is pays
 
 
 def test_pipelines_refuse_half_batches() -> None:

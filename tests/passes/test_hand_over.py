@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -17,12 +18,16 @@ from sp_compiler.base.errors import PlacementError
 from sp_compiler.base.pass_report import Pass
 from sp_compiler.check.partitioned import check_partitioned
 from sp_compiler.codegen.module_text import CompiledRegion
+from sp_compiler.cost.hardware import Link
+from sp_compiler.cost.memory import backward_peak_bytes
+from sp_compiler.cost.node_cost import compute_us, elapsed_us
 from sp_compiler.cost.step_memory import Room, step_memory
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.forward_backward import Partitioned, SavedTensor, SplitBackward, step_backwards
 from sp_compiler.ir.op_traits import collective_of
 from sp_compiler.passes import overlap
-from sp_compiler.passes.overlap.hand_over import hand_overs
+from sp_compiler.passes.overlap import overlap_collectives
+from sp_compiler.passes.overlap.hand_over import leavable, without
 from sp_compiler.verification.verify import verify
 from tests.helpers import parity
 from tests.helpers.calls_in_a_row import INPUTS, LAYERS, SLOW, gpt, nodes_of
@@ -53,7 +58,10 @@ def _parts() -> Partitioned:
 def test_what_is_left_has_no_collectives() -> None:
     """And is handed over as storages, of which those of parameters and other calls stay theirs."""
     parts = _parts()
-    last, first = hand_overs(parts, [1, 2])
+    assert leavable(parts, [1, 2]) == [2, 1]
+    last, first = without(parts, [2]), without(parts, [1])
+    assert last is not None
+    assert first is not None
     assert nodes_of(last.inputs) == [
         *("w", "x", "h", "g", "full = g", "turned = full", "grad_x = full, w"),
         *("grad_w = turned, x", "again = h", "output = grad_x, grad_w, full, again"),
@@ -74,7 +82,25 @@ def test_what_is_left_has_no_collectives() -> None:
 
 
 def test_gradients_that_are_added_to_others_are_not_left() -> None:
-    assert list(hand_overs(_parts(), [])) == []
+    assert leavable(_parts(), []) == []
+
+
+def test_several_are_left_with_their_common_operand_once() -> None:
+    both = without(_parts(), [1, 2])
+    assert both is not None
+    assert nodes_of(both.inputs) == [
+        *("w", "x", "h", "g", "full = g", "grad_x = full, w", "again = h"),
+        "output = grad_x, x, full, again",
+    ]
+    assert nodes_of(both.weights) == [
+        *("x*", "full*", "again*", "turned = full", "grad_w = turned, x"),
+        *("grad_v = turned, again", "output = grad_w, grad_v"),
+    ]
+    assert both.both is not None
+    assert (
+        nodes_of(both.both)[-1] == "output = grad_x, grad_w_behind, grad_v_behind, x, full, again"
+    )
+    assert both.late == (1, 2)
 
 
 def test_what_reads_parameters_is_not_left() -> None:
@@ -92,7 +118,8 @@ def test_what_reads_parameters_is_not_left() -> None:
         for name, kind in (("w", "param"), ("a", "param"), ("x", "activation"))
     )
     parts = Partitioned(Graph(), b.output(grad_x, None, grad_v), saved, 0)
-    (way,) = hand_overs(parts, [2])
+    way = without(parts, [2])
+    assert way is not None
     assert nodes_of(way.weights) == [
         *("full*", "again*", "turned = full", "grad_v = turned, again", "output = grad_v"),
     ]
@@ -110,7 +137,44 @@ def test_what_the_caller_keeps_is_not_left(late: str) -> None:
     other = b.call(aten.t.default, grad, name="other") if late == "of the sum" else scaled
     saved = (SavedTensor("x", "activation", (8, 6), torch.float32, 192, "", "", "", ""),)
     parts = Partitioned(Graph(), b.output(None, grad, other), saved, 0)
-    assert not [way.late for way in hand_overs(parts, [1, 2])]
+    assert without(parts, [1]) is None
+    assert without(parts, [2]) is None
+
+
+def _three_products() -> Partitioned:
+    """A gather beside which nothing can run but gradients of weights of the call behind."""
+    b = GraphBuilder()
+    w, x, g = b.input("w", 6, 6), b.input("x", 8, 6), b.input("g", 4, 6)
+    full = b.call(convert, g, "S(0)", "R", 2, name="full")
+    turned = b.call(aten.t.default, full, name="turned")
+    grad_x = b.call(aten.mm.default, full, w, name="grad_x")
+    grads = [b.call(aten.mm.default, turned, x, name=f"grad_{name}") for name in "abc"]
+    saved = tuple(
+        SavedTensor(name, kind, (8, 6), torch.float32, 192, "", "", "", "")
+        for name, kind in (("w", "param"), ("x", "activation"))
+    )
+    graph = b.output(grad_x, *grads)
+    return Partitioned(graph, graph, saved, 0)
+
+
+@pytest.mark.parametrize(("more_bytes", "count"), [(1 << 20, 2), (-1, 0)])
+def test_as_many_are_left_as_hide_more(more_bytes: int, count: int) -> None:
+    parts, own = _three_products(), [1, 2, 3]
+    assert parts.backward is not None
+    (product, *_) = parts.backward.find_nodes(op="call_function", target=aten.mm.default)
+    # One takes two thirds of the time of the gather of 96 bytes.
+    link = Link(0.0, 0.096 / (1.5 * compute_us(product, SLOW)))
+    hardware = replace(SLOW, interconnect=dict.fromkeys(SLOW.interconnect, link))
+    both = without(parts, [1])
+    assert both is not None
+    assert both.both is not None
+    room = Room(backward_bytes=backward_peak_bytes(both.both, own) + more_bytes)
+    split = overlap_collectives(parts, own, None, room, hardware, in_a_row=True).split
+    assert (0 if split is None else len(split.late)) == count
+    if split is not None:
+        assert split.both is not None
+        kernels_us = sum(compute_us(node, hardware) for node in split.both.nodes)
+        assert elapsed_us(split.both, 2, hardware) == pytest.approx(kernels_us, rel=1e-9)
 
 
 def test_both_functions_of_a_call_run_collectives_in_the_same_order() -> None:
@@ -215,26 +279,38 @@ def test_the_check_refuses_what_is_left_under_another_placement() -> None:
         check_partitioned(block.region, block.partitioned, block.joint.tangent_outputs, 2)
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective"])
-def test_a_step_holds_what_was_planned(recompute: str) -> None:
-    """To the byte, with the peak in a layer's backward, whatever gradient is left."""
-    rooms, late = compiler.overlap_room, []
+def _leaving(number: slice, recompute: str) -> CompiledProgram:
+    """Of those that may be left, in whatever memory."""
+    rooms = compiler.overlap_room
+    wanted: list[int] = []
 
     def more(*arguments: Any) -> Any:
         return {**rooms(*arguments), "Block": Room(backward_bytes=1 << 40)}
 
-    for way in (0, 2):
+    def one(parts: Partitioned, own: Any) -> list[int]:
+        alone = [index for index in leavable(parts, own) if without(parts, [index])]
+        wanted[:] = alone[number]
+        return wanted[:1]
 
-        def one(*arguments: Any, way: int = way) -> Any:
-            return list(hand_overs(*arguments))[way : way + 1]
+    def left(parts: Partitioned, _: Any) -> SplitBackward | None:
+        return without(parts, wanted)
 
-        with (
-            mock.patch.object(compiler, "overlap_room", more),
-            mock.patch.object(overlap, "look_aheads", return_value=()),
-            mock.patch.object(overlap, "hand_overs", one),
-            mock.patch.object(overlap, "_WORTH_LOOKING_AHEAD", -1.0),
-        ):
-            program = parity.compiled(_small(), **{**_OPTIONS, "recompute": recompute})
+    with (
+        mock.patch.object(compiler, "overlap_room", more),
+        mock.patch.object(overlap, "look_aheads", return_value=()),
+        mock.patch.object(overlap, "leavable", one),
+        mock.patch.object(overlap, "without", left),
+        mock.patch.object(overlap, "_WORTH_LOOKING_AHEAD", -1.0),
+    ):
+        return parity.compiled(_small(), **{**_OPTIONS, "recompute": recompute})
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_a_step_holds_what_was_planned(recompute: str) -> None:
+    """To the byte, with the peak in a layer's backward, whatever gradients are left."""
+    late = []
+    for number in (slice(1), slice(2, 3), slice(3)):
+        program = _leaving(number, recompute)
         late.append(_split(program).late)
         memory = step_memory(program)
         assert memory.peak_bytes == max(
@@ -243,6 +319,20 @@ def test_a_step_holds_what_was_planned(recompute: str) -> None:
         with fake_group(2):
             assert measure(_small(), program) == (memory.kept_bytes, memory.peak_bytes)
     assert late[0] != late[1]
+    assert [len(each) for each in late] == [1, 1, 3]
+
+
+def test_several_gradients_are_equal_to_the_bit() -> None:
+    program = _leaving(slice(None), "selective")
+    assert len(_split(program).late) > 5
+    expected = parity.simulate(_small(), parity.compiled(_small(), **_OPTIONS, overlap=False)).grads
+    actual = parity.simulate(_small(), program).grads
+    assert expected.keys() == actual.keys()
+    for name, grad in expected.items():
+        same = actual[name]
+        assert grad is not None
+        assert same is not None
+        assert torch.equal(grad, same), name
 
 
 def test_without_room_nothing_is_left() -> None:

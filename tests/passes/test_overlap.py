@@ -21,7 +21,7 @@ from sp_compiler.cost.step_memory import step_memory
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.op_traits import is_wait
 from sp_compiler.ops.accumulate import ADD_PRODUCT
-from sp_compiler.passes.overlap import overlapped
+from sp_compiler.passes.overlap.orders import overlapped
 from tests.helpers.graph_builder import GraphBuilder, convert
 from tests.helpers.parity import (
     assert_parity,
@@ -278,15 +278,15 @@ def waits(program: CompiledProgram) -> int:
     )
 
 
-def most_bytes(plain: CompiledProgram) -> int:
-    """The peak of ``plain``, and what the backward of one more layer takes."""
+def most_bytes(plain: CompiledProgram, more: int) -> int:
+    """The peak of ``plain``, and what the backwards of so many more layers take."""
     memory, names = step_memory(plain), [call.region.name for call in plain.program.calls]
     layers = [
         moment.num_bytes - moment.around_bytes
         for moment in memory.timeline
         if moment.phase == "backward" and names.count(names[moment.call]) > 1
     ]
-    return memory.peak_bytes + max(layers)
+    return memory.peak_bytes + more * max(layers)
 
 
 @pytest.mark.parametrize(
@@ -305,7 +305,8 @@ def test_gradients_are_those_without_overlap_to_the_last_bit(name: str, recomput
     assert waits(program) > 2
     assert waits(plain) == 0
     assert ".wait()" not in plain.code
-    assert step_memory(program).peak_bytes <= most_bytes(plain)
+    leaves = any(region.partitioned.split for region in program.regions.values())
+    assert step_memory(program).peak_bytes <= most_bytes(plain, 2 if leaves else 1)
     first, second = simulate(found, program), simulate(found, plain)
     assert first.grads.keys() == second.grads.keys()
     for parameter, grad in first.grads.items():

@@ -1,0 +1,199 @@
+"""Graphs whose collectives overlap: a graph as tasks, a schedule of them, and the graph in its
+order.
+
+Nodes keep their meta; a ``wait`` gets that of its collective, with ``meta["origin"] = "overlap"``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from torch.fx import Graph, Node
+
+from sp_compiler.base.pass_report import Pass, report_of
+from sp_compiler.cost.hardware import H100, Hardware
+from sp_compiler.ir.concretize import Concretizer
+from sp_compiler.ir.op_traits import is_part
+from sp_compiler.ir.rewriting import make_like
+from sp_compiler.ir.symbolic import Sizes
+from sp_compiler.ops.convert import WAIT
+from sp_compiler.passes.overlap.tasks import GraphTasks, graph_tasks
+from sp_compiler.solve.block_schedule import Block, least_us, most_beside, peak_bytes, simulate
+from sp_compiler.solve.list_schedule import list_schedule
+
+_wait = WAIT.overload
+
+
+class Step(NamedTuple):
+    """One step of a schedule: ``node`` runs or, with ``waits``, its collective is awaited."""
+
+    node: Node
+    waits: bool
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """An order of the operators of ``given``, without ``steps`` its own.
+
+    Attributes:
+        blocking: collectives that are awaited at once.
+        compute_us: time of all kernels.
+        time_us: time of the order.
+        peak_bytes: peak of the order.
+    """
+
+    given: Graph
+    steps: Sequence[Step]
+    blocking: Sequence[Node]
+    compute_us: float
+    time_us: float
+    peak_bytes: int
+
+    def graph(self) -> Graph:
+        """Return a copy in this order, and report it; ``given`` itself if nothing overlaps."""
+        for node in self.blocking:
+            report_of(Pass.OVERLAP).decline(node, "nothing runs meanwhile in its memory")
+        return _in_order(self.given, self.steps) if self.steps else self.given
+
+    def of_last_calls(self, part: Graph) -> Graph:
+        """Return ``part``, the last calls of ``given``, in their order here: ranks of which some
+        run one and some the other meet in the same collectives."""
+        pairs = zip(reversed(self.given.nodes), reversed(part.nodes), strict=False)
+        twins = {node: twin for node, twin in pairs if twin.op == "call_function"}
+        steps = [Step(twins[node], waits) for node, waits in self.steps if node in twins]
+        return replace(self, given=part, steps=steps, blocking=()).graph()
+
+
+@dataclass(frozen=True, eq=False)
+class Unordered:
+    """A graph as tasks, of which any number of schedules can be made.
+
+    Attributes:
+        example: maps nodes of the copy with the example's sizes to those of ``graph``.
+        given_bytes: peak of ``graph`` in its own order, below which no limit can be met.
+        quick_times_us: what :meth:`quick_us` has returned, by its argument.
+    """
+
+    graph: Graph
+    example: Concretizer
+    tasks: GraphTasks
+    given_bytes: int
+    quick_times_us: dict[int, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        graph: Graph,
+        own_parameters: Collection[int],
+        sizes: Sizes | None,
+        hardware: Hardware,
+    ) -> Unordered:
+        # Open sizes cannot be compared: the order is found on a copy with the example's sizes, and
+        # then applied to the nodes that the copy was made from.
+        example = Concretizer(sizes)
+        tasks = graph_tasks(example.graph(graph), own_parameters, hardware)
+        given_bytes = peak_bytes(tasks.block, range(len(tasks.block.tasks)))
+        return cls(graph, example, tasks, given_bytes)
+
+    @cached_property
+    def least_us(self) -> float:
+        """A time below which there is no order."""
+        return least_us(self.tasks.block)
+
+    def quick_us(self, room_bytes: int) -> float:
+        """Return about the time of :meth:`scheduled`."""
+        if room_bytes not in self.quick_times_us:
+            block = self.tasks.block
+            order = list_schedule(block, room_bytes, quick=True)
+            self.quick_times_us[room_bytes] = simulate(block, order).time_us
+        return self.quick_times_us[room_bytes]
+
+    def scheduled(self, room_bytes: int, least_beside: float = 0.0) -> Schedule:
+        """Return a good order; the arguments are those of :func:`overlapped`."""
+        block, nodes = self.tasks.block, self.tasks.nodes
+        if not block.wait_of or most_beside(block) < least_beside:
+            given_us = simulate(block, range(len(block.tasks))).time_us
+            return Schedule(self.graph, (), (), block.compute_us, given_us, self.given_bytes)
+        order = list_schedule(block, room_bytes)
+        blocking = _blocking(block, order)
+        # A start with its wait right after it is a blocking call, as the graph has it already.
+        overlaps = len(blocking) < len(block.wait_of)
+        steps = [
+            Step(self.example.twin(nodes[position]), waits=task.waits_for is not None)
+            for position in order
+            if (task := block.tasks[position]).waits_for not in blocking
+            and nodes[position].op == "call_function"
+        ]
+        return Schedule(
+            self.graph,
+            steps if overlaps else (),
+            [nodes[start] for start in sorted(blocking)],
+            block.compute_us,
+            simulate(block, order).time_us,
+            peak_bytes(block, order),
+        )
+
+
+def overlapped(
+    graph: Graph,
+    own_parameters: Collection[int] = (),
+    sizes: Sizes | None = None,
+    room_bytes: int = 0,
+    hardware: Hardware = H100,
+    least_beside: float = 0.0,
+) -> Graph:
+    """Return a copy of ``graph`` in another order, with waits; ``graph`` itself if nothing
+    overlaps.
+
+    Args:
+        own_parameters: as for :func:`overlap_collectives`, like ``sizes`` and ``hardware``.
+        room_bytes: allowed peak of ``graph``, if it is above its own.
+        least_beside: minimum of kernel time that can overlap with some collective, relative to its
+            time.
+    """
+    unordered = Unordered.of(graph, own_parameters, sizes, hardware)
+    return unordered.scheduled(room_bytes, least_beside).graph()
+
+
+def _blocking(block: Block, order: Sequence[int]) -> set[int]:
+    """Return starts that are waited for at once, with no other task in between."""
+    place = {position: index for index, position in enumerate(order)}
+    return {start for start, wait in block.wait_of.items() if place[wait] == place[start] + 1}
+
+
+def _in_order(graph: Graph, steps: Sequence[Step]) -> Graph:
+    """Copy ``graph`` in the order of ``steps``, which omit views and parts of results."""
+    copy = Graph()
+    copies = {node: copy.node_copy(node) for node in graph.find_nodes(op="placeholder")}
+    for node, waits in steps:
+        if not waits:
+            _place(node, copy, copies)
+            continue
+        source = copies[node]
+        # Later nodes find the wait in the collective's place: nothing else reads what is sent.
+        copies[node] = make_like(
+            copy, _wait, (source, source.args[3]),
+            like=source, origin=Pass.OVERLAP, name=f"{source.name}_arrived",
+        )  # fmt: skip
+        report_of(Pass.OVERLAP).rewrote(kind="wait")
+    for node in graph.output_node().all_input_nodes:
+        if node not in copies:  # a view that only the output reads
+            _place(node, copy, copies)
+    copy.node_copy(graph.output_node(), copies.__getitem__)
+    copy.lint()
+    return copy
+
+
+def _place(node: Node, copy: Graph, copies: dict[Node, Node]) -> None:
+    """Append ``node`` to ``copy``, its views before it and its parts after it."""
+    # Neither is a task: both cost nothing and hold no storage of their own.
+    for source in node.all_input_nodes:
+        if source not in copies:
+            _place(source, copy, copies)
+    copies[node] = copy.node_copy(node, copies.__getitem__)
+    copies.update(
+        (user, copy.node_copy(user, copies.__getitem__)) for user in node.users if is_part(user)
+    )

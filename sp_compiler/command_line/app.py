@@ -234,7 +234,6 @@ def diff(  # noqa: PLR0913 - one for each argument of the command line
     exit_code: Annotated[bool, typer.Option("--exit-code", help="1 if they differ.")] = False,
 ) -> None:
     if extra is not None:
-        # As one types it for diff and git diff. Beside --preset one argument would be ambiguous.
         raise ArgumentError(
             f"a second model comes after --other: sp-compiler diff {request.model} --other {extra}"
         )

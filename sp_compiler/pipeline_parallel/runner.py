@@ -13,10 +13,9 @@ from torch.torch_version import TorchVersion
 from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.module.state import ModuleState
 from sp_compiler.pipeline_parallel.axes import PipelineAxis
-from sp_compiler.pipeline_parallel.messages import Messages
 from sp_compiler.pipeline_parallel.schedules import Schedule, forward_only, numbers
 from sp_compiler.pipeline_parallel.stage_program import Stage
-from sp_compiler.pipeline_parallel.watched_stage import WatchedStage
+from sp_compiler.pipeline_parallel.watched_stage import Messages, WatchedStage
 from sp_compiler.runtime.weight_gradients import WeightGradients
 
 _WRAPPERS = ("failed to run forward", "Failed to run stage backward")

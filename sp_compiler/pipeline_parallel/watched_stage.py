@@ -1,13 +1,294 @@
-"""A stage of the pipeline whose waits for messages are watched."""
+"""Sends and receives between stages, whose waits end when a rank has failed.
+
+Gloo's wait for a message ends with the message, or breaks the connections at its timeout, and
+nothing else can end it. So another thread looks at the board of the pipeline meanwhile, and breaks
+the connections itself if it finds a failure::
+
+    this thread    start receive, wait for the message ··················· raise: rank 1 failed
+    the watchdog   ── look ────────────── look ────────────── look: break the connections
+
+Only the message holds a sent tensor, and frees it once it is sent: schedules wait for some of the
+messages at the end of a step, and would hold their tensors until then. Those that a schedule has
+not waited for when the stage goes on to compute are waited for by a thread.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from sp_compiler.base.errors import RankFailureError, RankMismatchError
 from sp_compiler.pipeline_parallel.lean_stage import LeanStage
-from sp_compiler.pipeline_parallel.messages import Messages
+from sp_compiler.runtime.failures.board import LOOK_EVERY, FailureBoard, RankWait
+
+_SENT = torch.empty(0, device="cpu")
+"""Stands for a tensor that only its message holds."""
+_NO_MESSAGE = 0x5FC0
+"""A tag that no message has: torch's stages leave the tag at 0."""
+
+
+class Messages:
+    """Messages of one rank to the other stages of its pipeline.
+
+    Args:
+        board: board of the ranks of the pipeline.
+        timeout: how long to wait for a message.
+    """
+
+    def __init__(self, board: FailureBoard, timeout: timedelta) -> None:
+        self.board = board
+        self._sent: list[_Message] = []
+        # By rank: a message waits for those before it on its own connection alone.
+        self._waiters: dict[int, _Waiter] = {}
+        self._watchdog = _Watchdog(board, timeout)
+
+    def watch(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        """Watch the messages that ``ops`` start."""
+        for op in ops:
+            op.op = self._starting(op)
+        return ops
+
+    def _starting(self, op: dist.P2POp) -> Callable[..., _Message]:
+        start, sends = op.op, op.op is dist.isend
+
+        def started(tensor: Tensor, group: Any, tag: int, **peer: int) -> _Message:
+            # torch calls what is not its own isend a receive.
+            (rank,) = peer.values()
+            side = {"group_dst" if sends else "group_src": rank}
+            try:
+                work = start(tensor, group=group, tag=tag, **side)
+            except RuntimeError as error:
+                self._explain(error)
+                raise
+            # Schedules hold the operations of a microbatch until those of the next one.
+            op.tensor = _SENT
+            message = _Message(self, work, sends, rank, group)
+            if sends:
+                self._sent.append(message)
+            return message
+
+        return started
+
+    def leave_sent(self) -> None:
+        """Let a thread wait for the sends that the schedule has not waited for, and hold their
+        tensors."""
+        for message in self._sent:
+            if not message.is_over:
+                waiter = self._waiters.get(message.rank) or _Waiter()
+                self._waiters[message.rank] = waiter
+                message.work = waiter.wait_for(message.work)
+        self._sent.clear()
+
+    def finish(self, message: _Message) -> None:
+        """Wait for ``message``.
+
+        Raises:
+            RankFailureError: another rank has failed or is gone.
+            RankMismatchError: the message does not come in time.
+        """
+        # Every message comes here: a context of its own would take longer than all this.
+        self._watchdog.message = message
+        try:
+            message.work.wait()
+        except RuntimeError as error:
+            self._explain(error)
+            raise
+        finally:
+            self._watchdog.leave()
+
+    def _explain(self, error: RuntimeError) -> None:
+        """Raise what broke the connections, if ``error`` says that they are broken."""
+        if self._watchdog.error is not None:
+            raise self._watchdog.error from error
+        # Gloo names the file that an error is from; others are no sign that a rank is gone.
+        if "gloo/transport" in str(error):
+            raise self.board.lost(error) from error
+
+
+class _Message:
+    """Replaces torch's handle of a message in flight; schedules call only its ``wait``.
+
+    Attributes:
+        work: torch's handle, or that of the thread that waits for it.
+        sends: whether this rank sends it.
+        rank: the rank at the other end, in ``group``.
+        is_over: whether it is received, or sent.
+    """
+
+    def __init__(
+        self, messages: Messages, work: Any, sends: bool, rank: int, group: dist.ProcessGroup
+    ) -> None:
+        self._messages = messages
+        self.work = work
+        self.sends = sends
+        self.rank = rank
+        self.group = group
+        self.is_over = False
+
+    def wait(self) -> None:
+        """Wait until the message is received or sent."""
+        if not self.is_over:
+            self._messages.finish(self)
+            # With the handle goes the tensor.
+            self.work, self.is_over = None, True
+
+
+class _Waiter:
+    """A thread that waits for messages one after the other."""
+
+    def __init__(self) -> None:
+        self._works: queue.SimpleQueue[tuple[dist.Work, _Wait]] = queue.SimpleQueue()
+        # It may be left waiting for a rank that is gone, which is no reason for a process to stay.
+        threading.Thread(target=self._wait_in_turn, name="stage messages", daemon=True).start()
+
+    def wait_for(self, work: dist.Work) -> _Wait:
+        wait = _Wait()
+        self._works.put((work, wait))
+        return wait
+
+    def _wait_in_turn(self) -> None:
+        while True:
+            # Without names of its own, which would hold the last message's tensor.
+            self._wait(*self._works.get())
+
+    def _wait(self, work: dist.Work, wait: _Wait) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            wait.end(error)
+        else:
+            wait.end(None)
+
+
+class _Wait:
+    """Handle of a message that a :class:`_Waiter` waits for."""
+
+    def __init__(self) -> None:
+        self._error: RuntimeError | None = None
+        # Held until it is over. An event makes several locks, for each of many messages.
+        self._running = threading.Lock()
+        self._running.acquire()
+
+    def end(self, error: RuntimeError | None) -> None:
+        self._error = error
+        self._running.release()
+
+    def wait(self) -> None:
+        """Wait for the end; to be called once."""
+        self._running.acquire()
+        if self._error is not None:
+            raise self._error
+
+
+class _Watchdog:
+    """A thread that looks at the board while another one waits.
+
+    Args:
+        board: board of the ranks of the pipeline.
+        timeout: how long a wait may take.
+
+    Attributes:
+        message: what the other thread waits for; ``None`` while it runs.
+        error: why the connections were broken.
+        timeout: how long a wait may take.
+    """
+
+    def __init__(self, board: FailureBoard, timeout: timedelta) -> None:
+        self.message: _Message | None = None
+        self.error: RuntimeError | None = None
+        self.timeout = timeout
+        self._board = board
+        # Of the message that the thread found at its last look.
+        self._wait: _MessageWait | None = None
+        # What the board says of a wait must not be written after its end.
+        self._looks = threading.Lock()
+        # It ends with this object.
+        threading.Thread(
+            target=_look_periodically, args=(weakref.ref(self),), name="stage watch", daemon=True
+        ).start()
+
+    def leave(self) -> None:
+        """End the wait for :attr:`message`."""
+        with self._looks:
+            self.message = None
+            if self._wait is not None:
+                self._wait.close()
+                self._wait = None
+
+    def look(self) -> None:
+        """Break the connections of a wait that cannot succeed."""
+        with self._looks:
+            if self.message is None or self.error is not None:
+                return
+            self._wait = self._wait or _MessageWait(self._board, self.message, self.timeout)
+            try:
+                self._wait.look()
+            except RuntimeError as error:
+                # Stays, for the waits after this one end with broken connections too. The error
+                # may be that of the store, whose process is gone.
+                is_known = isinstance(error, (RankFailureError, RankMismatchError))
+                self.error = error if is_known else self._board.lost(error)
+                _break_connections(self.message)
+
+
+def _look_periodically(watchdog: weakref.ref[_Watchdog]) -> None:
+    while True:
+        time.sleep(LOOK_EVERY.total_seconds())
+        alive = watchdog()
+        if alive is None:
+            return
+        alive.look()
+        del alive
+
+
+def _break_connections(message: _Message) -> None:
+    """End all waits in the group of ``message``: gloo does it when one of them is over time."""
+    with contextlib.suppress(RuntimeError):
+        never: Any = dist.irecv(
+            torch.empty(1, device="cpu"),
+            group=message.group,
+            group_src=message.rank,
+            tag=_NO_MESSAGE,
+        )
+        never.wait(timedelta(milliseconds=1))
+
+
+class _MessageWait(RankWait):
+    """A wait for one stage; other ranks may wait for other stages meanwhile."""
+
+    def __init__(self, board: FailureBoard, message: _Message, timeout: timedelta) -> None:
+        purpose = "sends to" if message.sends else "waits for"
+        super().__init__(board, f"{purpose} rank {message.rank}", -1, timeout)
+
+    def look(self) -> None:
+        """Raise an error if this wait cannot succeed.
+
+        Raises:
+            RankFailureError: a rank has failed.
+            RankMismatchError: timeout; the message says which rank waits for which.
+        """
+        self._board.raise_if_failed()
+        self._publish()
+        if time.monotonic() - self._start <= self._timeout.total_seconds():
+            return
+        waits = [self._of(rank) for rank in range(self._board.world_size)]
+        told = [json.loads(text)[0] if text else "waits for no stage" for text in waits]
+        raise RankMismatchError(
+            f"rank {self._board.rank} of the {self._board.kind} {self._purpose} for "
+            f"{self._timeout} (rank_timeout): "
+            + ", ".join(f"rank {rank} {purpose}" for rank, purpose in enumerate(told))
+        )
 
 
 class WatchedStage(LeanStage):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -40,6 +40,35 @@ def refuse_other_module(name: str, path: str) -> NoReturn:
         f"cannot set, add or remove {name!r} of module {path or '(model)'!r}: the modules of a "
         "compiled model are fixed; change the model before sp_compiler.compile"
     )
+
+
+class FixedContainer:
+    """Base class of mirrored containers, whose methods would change ``_modules`` directly.
+
+    All methods but slicing raise :class:`~sp_compiler.base.errors.UnsupportedError`.
+    """
+
+    _sp_path: str
+
+    def insert(self, index: int, module: nn.Module) -> NoReturn:
+        """Never inserts one."""
+        refuse_other_module(str(index), self._sp_path)
+
+    def __delitem__(self, key: Any) -> NoReturn:
+        refuse_other_module(str(key), self._sp_path)
+
+    def clear(self) -> NoReturn:
+        """Never removes one."""
+        refuse_other_module("*", self._sp_path)
+
+    def __getitem__(self, key: Any) -> Any:
+        # torch would construct another mirror.
+        if not isinstance(key, slice):
+            return super().__getitem__(key)  # type: ignore[misc]
+        modules = [*vars(self)["_modules"].values()][key]
+        return (
+            nn.Sequential(*modules) if isinstance(self, nn.Sequential) else nn.ModuleList(modules)
+        )
 
 
 def refuse_change(original: nn.Module, name: str) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.base.placement import I, Placement
 from sp_compiler.module.dtensors.patches import refuse_to_pickle
-from sp_compiler.module.fixed_parts import refuse_change, refuse_other_module
+from sp_compiler.module.fixed_parts import FixedContainer, refuse_change, refuse_other_module
 from sp_compiler.module.parameters import (
     distributed_parameter,
     from_loaded,
@@ -120,7 +120,7 @@ class MirrorModule(nn.Module):
         # nn.Module sets attributes in its constructor, before there is an original.
         if original is None or own or name.startswith("_sp_") or name in _FSDP_MARKS:
             return super().__setattr__(name, value)
-        if isinstance(value, nn.Module):
+        if isinstance(value, nn.Module) or name in self._modules:
             refuse_other_module(name, self._sp_path)
         if isinstance(value, nn.Parameter) or name in self._parameters:
             self._check_parameter(name, value)
@@ -282,15 +282,15 @@ class MirrorModule(nn.Module):
         )
 
 
-class MirrorList(MirrorModule, nn.ModuleList):
+class MirrorList(FixedContainer, MirrorModule, nn.ModuleList):
     """Mirror of a ``ModuleList``."""
 
 
-class MirrorSequential(MirrorModule, nn.Sequential):
+class MirrorSequential(FixedContainer, MirrorModule, nn.Sequential):
     """Mirror of a ``Sequential``."""
 
 
-class MirrorDict(MirrorModule, nn.ModuleDict):
+class MirrorDict(FixedContainer, MirrorModule, nn.ModuleDict):
     """Mirror of a ``ModuleDict``."""
 
 

@@ -148,27 +148,37 @@ class _Waiter:
     """A thread that waits for messages one after the other."""
 
     def __init__(self) -> None:
-        self._works: queue.SimpleQueue[tuple[dist.Work, _Wait]] = queue.SimpleQueue()
+        self._works: queue.SimpleQueue[tuple[dist.Work, _Wait] | None] = queue.SimpleQueue()
         # It may be left waiting for a rank that is gone, which is no reason for a process to stay.
-        threading.Thread(target=self._wait_in_turn, name="stage messages", daemon=True).start()
+        threading.Thread(
+            target=_wait_in_turn, args=(self._works,), name="stage messages", daemon=True
+        ).start()
+        # The thread ends with this object.
+        weakref.finalize(self, self._works.put, None)
 
     def wait_for(self, work: dist.Work) -> _Wait:
         wait = _Wait()
         self._works.put((work, wait))
         return wait
 
-    def _wait_in_turn(self) -> None:
-        while True:
-            # Without names of its own, which would hold the last message's tensor.
-            self._wait(*self._works.get())
 
-    def _wait(self, work: dist.Work, wait: _Wait) -> None:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            wait.end(error)
-        else:
-            wait.end(None)
+def _wait_in_turn(works: queue.SimpleQueue[tuple[dist.Work, _Wait] | None]) -> None:
+    # Without names in this function, which would hold the last message's tensor.
+    while _waited(works.get()):
+        pass
+
+
+def _waited(item: tuple[dist.Work, _Wait] | None) -> bool:
+    if item is None:
+        return False
+    work, wait = item
+    try:
+        work.wait()
+    except RuntimeError as error:
+        wait.end(error)
+    else:
+        wait.end(None)
+    return True
 
 
 class _Wait:
@@ -234,11 +244,11 @@ class _Watchdog:
             self._wait = self._wait or _MessageWait(self._board, self.message, self.timeout)
             try:
                 self._wait.look()
-            except RuntimeError as error:
+            except Exception as error:
                 # Stays, for the waits after this one end with broken connections too. The error
                 # may be that of the store, whose process is gone.
                 is_known = isinstance(error, (RankFailureError, RankMismatchError))
-                self.error = error if is_known else self._board.lost(error)
+                self.error = error if is_known else self._board.lost(error)  # type: ignore[assignment]
                 _break_connections(self.message)
 
 

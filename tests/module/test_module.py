@@ -159,7 +159,10 @@ _CHANGES: dict[str, Callable[[Any], object]] = {
     "an element": lambda m: m.blocks.__setitem__(0, nn.Linear(4, 4)),
     "append": lambda m: m.blocks.append(nn.Linear(4, 4)),
     "del of an element": lambda m: m.blocks.__delitem__(0),
+    "insert": lambda m: m.blocks.insert(0, nn.Linear(4, 4)),
+    "pop": lambda m: m.blocks.pop(0),
     "del": lambda m: delattr(m, "blocks"),
+    "None": lambda m: setattr(m, "blocks", None),
     "del of a parameter": lambda m: delattr(m.blocks[0], next(iter(m.blocks[0]._parameters))),
     "a parameter": lambda m: setattr(
         m.blocks[0], next(iter(m.blocks[0]._parameters)), nn.Parameter(torch.ones(9))

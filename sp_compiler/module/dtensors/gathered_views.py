@@ -4,7 +4,8 @@
 views: DTensor gathers the rows and takes them from the copy, and what is written into it, as in
 ``weight[0].zero_()``, is lost without a word. Here such a copy knows what it was taken of. Written
 to, it does on every rank what one device does: the operation runs on that view of the full tensor,
-and every rank keeps its part. Read after the tensor was changed, it is gathered anew.
+and every rank keeps its part. Read after an operation changed the tensor, it is gathered
+anew.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class _GatheredView(DTensor):
 
     _source: DTensor
     _view: _View
-    _seen: tuple[int | None, ...]
+    _seen: int | None
 
     # A property, for redistribute() and to_local() read this attribute, not through an operation.
     @property
@@ -97,6 +98,16 @@ def write_whole(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         raise UnsupportedError(
             f"{operation} of a view of a dim that is sharded: use the operation that returns a view"
         )
+    roots = {id(root): root for root in map(_root, _written(operation, args, kwargs))}
+    if len({id(_owner(root)) for root in roots.values()}) < len(roots):
+        raise UnsupportedError(
+            f"{operation} writes into two views of the same tensor, one of which DTensor gathers; "
+            "write into one after the other"
+        )
+    if any(placement.is_partial() for root in roots.values() for placement in root.placements):
+        raise UnsupportedError(
+            f"{operation} of a DTensor whose sums are pending: redistribute it before"
+        )
     full_tensors: dict[int, Tensor] = {}
 
     def full(x: Any) -> Any:
@@ -105,16 +116,10 @@ def write_whole(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         if not isinstance(x, DTensor):
             return x
         if id(x) not in full_tensors:
-            full_tensors[id(x)] = x.full_tensor()
+            full_tensors[id(x)] = x.detach().full_tensor()
         return full_tensors[id(x)]
 
     operation(*pytree.tree_map(full, args), **pytree.tree_map(full, kwargs))
-    roots = {id(root): root for root in map(_root, _written(operation, args, kwargs))}
-    if len({id(_owner(root)) for root in roots.values()}) < len(roots):
-        raise UnsupportedError(
-            f"{operation} writes into two views of the same tensor, one of which DTensor gathers; "
-            "write into one after the other"
-        )
     for key, root in roots.items():
         _keep_part(root, full_tensors[key])
     return return_and_correct_aliasing(operation, args, kwargs, None)
@@ -200,10 +205,8 @@ def _owner(x: DTensor) -> Tensor:
     return root if root._base is None else root._base
 
 
-def _state(x: DTensor) -> tuple[int | None, ...]:
-    """What changes when ``x`` is written to, on every rank alike."""
+def _state(x: DTensor) -> int | None:
+    """What changes when an operation writes to ``x``, on every rank alike."""
     owner = _owner(x)
-    assert isinstance(owner, DTensor)
-    local = owner._local_tensor
-    # Operations on the DTensor count its own version, those on what to_local() returns the other.
-    return id(local), *(None if t.is_inference() else t._version for t in (owner, local))
+    # Not that of the local tensor, which one rank may write to by itself: it would gather alone.
+    return None if owner.is_inference() else owner._version

@@ -145,6 +145,8 @@ def _step_local_parts(
     # Learning rate, scale of gradients and whether one is infinite: a number on every rank.
     numbers = {name: _full(value) for name, value in kwargs.items()}
     operation(*lists, **numbers)
+    # Operations on local parts do not count as changes of the DTensors, of which views may exist.
+    torch.autograd.graph.increment_version(args[0])
 
 
 def _part_for_step(name: str, x: Tensor, parameter: Tensor) -> Tensor:

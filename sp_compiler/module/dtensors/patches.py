@@ -191,7 +191,8 @@ def _read_number(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def _full(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    # Detached, for torch 2.11 cannot gather what requires a gradient beneath autograd.
+    return value.detach().full_tensor() if isinstance(value, DTensor) else value
 
 
 def _where(x: Tensor) -> str:

@@ -116,7 +116,7 @@ def write_whole(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         if not isinstance(x, DTensor):
             return x
         if id(x) not in full_tensors:
-            full_tensors[id(x)] = x.detach().full_tensor()
+            full_tensors[id(x)] = cast(DTensor, x.detach()).full_tensor()
         return full_tensors[id(x)]
 
     operation(*pytree.tree_map(full, args), **pytree.tree_map(full, kwargs))

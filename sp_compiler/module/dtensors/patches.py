@@ -192,7 +192,7 @@ def _read_number(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 def _full(value: Any) -> Any:
     # Detached, for torch 2.11 cannot gather what requires a gradient beneath autograd.
-    return value.detach().full_tensor() if isinstance(value, DTensor) else value
+    return cast(DTensor, value.detach()).full_tensor() if isinstance(value, DTensor) else value
 
 
 def _where(x: Tensor) -> str:

@@ -111,9 +111,7 @@ class Messages:
         """Raise what broke the connections, if ``error`` says that they are broken."""
         if self._watchdog.error is not None:
             raise self._watchdog.error from error
-        # Gloo names the file that an error is from; others are no sign that a rank is gone.
-        if "gloo/transport" in str(error):
-            raise self.board.lost(error) from error
+        self.board.raise_if_lost(error)
 
 
 class _Message:

@@ -152,11 +152,8 @@ class WatchedCollectives(FunctionalCollectives):
         try:
             work.wait()
         except RuntimeError as error:
-            # Gloo names the file that an error is from. What is not from a connection, such as a
-            # type that it does not reduce, is no sign that a rank is gone.
-            if "gloo/transport" not in str(error):
-                raise
-            raise self._board.lost(error) from error
+            self._board.raise_if_lost(error)
+            raise
 
     def arrival(
         self, work: dist.Work, result: Tensor, purpose: str = _IN_A_STEP

@@ -134,6 +134,13 @@ class FailureBoard:
         if self._broken is not None:
             raise RankFailureError(self._broken)
 
+    def raise_if_lost(self, error: RuntimeError) -> None:
+        """Raise :meth:`lost` if ``error`` of a wait is from a broken connection."""
+        # Gloo names the file that an error is from. What is not from a connection, such as a type
+        # that it does not reduce, is no sign that a rank is gone.
+        if "gloo/transport" in str(error):
+            raise self.lost(error) from error
+
     def lost(self, error: Exception) -> RankFailureError:
         """Return the error for a broken connection: that of the rank that broke it, if it reported
         one."""

@@ -59,7 +59,7 @@ dropout probability set to 0.1, on 1, 2 and 4 simulated ranks.
 - *function*: the largest difference between any compiled function and its own source text on the
   same tensors, relative to the largest number that it reads or returns.
 - *masks*, *differ*: elements compared in the results of functions that draw dropout masks, and
-  those that are zero under one backend only.
+  those that are zero under one backend only, and not nearly so under the other.
 - *functions*, *as written*: functions that Inductor compiled, and those left as generated.
 
 Several numbers in a cell belong to the ranks in the second column.
@@ -182,7 +182,9 @@ class _Functions:
         zeros = true == 0
         if draws and zeros.float().mean() > DROPOUT / 2:
             self.masked += zeros.numel()
-            self.masks_differ += int(((result == 0) != zeros).sum())
+            # Rounding makes a zero of a sum, too, or of a zero what is as small.
+            far = (result - true).abs() > TOLERANCE * _largest(true)
+            self.masks_differ += int((((result == 0) != zeros) & far).sum())
 
 
 def _error(results: Any, expected: Any) -> float:

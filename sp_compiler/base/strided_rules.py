@@ -1,8 +1,8 @@
 """Fixes of DTensor rules that ignore strided shards on torch 2.11 and give wrong results.
 
 Without them, ``softmax`` and ``cumsum`` over such a dim, and selections of its rows, would use each
-rank's part alone, and a dim that moves up or down would get the placement of another. From torch
-2.12 on, DTensor's rules handle strided shards.
+rank's part alone, a dim that moves up or down would get the placement of another, and ``t()`` would
+raise. From torch 2.12 on, DTensor's rules handle strided shards.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._ops import _math_ops, _tensor_ops
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
@@ -41,6 +42,9 @@ def teach_strided_rules() -> None:
 
     _tensor_ops.is_tensor_dim_sharded = is_tensor_dim_sharded
     DTensorSpec.is_sharded = is_any_dim_sharded  # type: ignore[method-assign, assignment]
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    # Its rule swaps the dims of other shards alone; that of transpose() knows strided ones.
+    handlers[torch.ops.aten.t.default] = lambda _, args, kwargs: args[0].transpose(0, -1)
 
 
 def _first_replicated(unsharded: Callable[..., Any]) -> Callable[..., Any]:

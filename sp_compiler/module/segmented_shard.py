@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import _utils
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._redistribute import DTensorRedistributePlanner
 from torch.distributed.tensor.placement_types import Placement, Replicate, _StridedShard
@@ -83,7 +85,8 @@ def _understand_segments() -> None:
     """Wrap ``_StridedShard`` for this process; DTensors without segments behave as before."""
     split = _StridedShard._split_tensor
     gather = _StridedShard._to_replicate_tensor
-    locate = _StridedShard._local_shard_size_and_offset
+    locate = _utils._get_shard_size_and_offsets
+    names = list(inspect.signature(locate).parameters)
     teach_strided_rules()
     _plan_redistributions()
 
@@ -112,14 +115,15 @@ def _understand_segments() -> None:
         return gather(self, local_tensor, mesh, mesh_dim, *args)
 
     @functools.wraps(locate)
-    def _local_shard_size_and_offset(self: _StridedShard, *args: Any, **kwargs: Any) -> Any:
-        size, offsets = locate(self, *args, **kwargs)
-        if not isinstance(offsets, list) or not offsets or not segments_of(self):
-            return size, offsets
+    def _get_shard_size_and_offsets(*args: Any) -> tuple[int, Tensor | None]:
+        size, offsets = locate(*args)
+        placement = args[names.index("placement")]
         # Who asks for all offsets goes on with the first one, as if the rows were a range.
-        if offsets != list(range(offsets[0], offsets[0] + len(offsets))):
+        if offsets is None or not size or not segments_of(placement):
+            return size, offsets
+        if bool((offsets.diff() != 1).any()):
             raise UnsupportedError(
-                f"a DTensor placed in the {_text(self)} has no range of rows on a rank: save "
+                f"a DTensor placed in the {_text(placement)} has no range of rows on a rank: save "
                 "module.state_dict() and optimizer.state_dict(), which hold ranges, look at "
                 "parameter.full_tensor(), and load full tensors by module.load_state_dict(); "
                 "set_peft_model_state_dict() loads them before the module's first call alone"
@@ -128,7 +132,7 @@ def _understand_segments() -> None:
 
     _StridedShard._split_tensor = _split_tensor  # type: ignore[method-assign]
     _StridedShard._to_replicate_tensor = _to_replicate_tensor  # type: ignore[method-assign, assignment]
-    _StridedShard._local_shard_size_and_offset = _local_shard_size_and_offset  # type: ignore[method-assign]
+    _utils._get_shard_size_and_offsets = _get_shard_size_and_offsets  # type: ignore[assignment]
     _StridedShard.__repr__ = _shown(_StridedShard.__repr__, "_StridedShard(dim={}, {})")  # type: ignore[method-assign]
     _StridedShard.__str__ = _shown(_StridedShard.__str__, "_S({}, {})")  # type: ignore[method-assign]
 

@@ -18,8 +18,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
 from sp_compiler.base.errors import UnsupportedError
 
@@ -48,6 +49,8 @@ def write_through_views() -> None:
                 handlers[getattr(packet, overload)] = handler
     # ``weight[0] = 1.0``, which has no rule. Other fills have one.
     handlers[torch.ops.aten.fill_.Tensor] = write_whole
+    if TorchVersion(torch.__version__) < "2.12":
+        _dispatch_to_views()
 
 
 class _GatheredView(DTensor):
@@ -74,17 +77,56 @@ class _GatheredView(DTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func._schema.is_mutable:
-            return write_whole(func, args, kwargs)
-        result = func(*pytree.tree_map(_plain, args), **pytree.tree_map(_plain, kwargs))
-        return _standing_for(result, func, args, kwargs) if func.is_view else result
+        return _operate(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         return copy.deepcopy(_plain(self), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _plain(self).__reduce_ex__(protocol)
+
+
+class _ViewOperations(TorchDispatchMode):
+    """Operations of gathered views as of any tensor with a ``__torch_dispatch__``."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        of_views = any(isinstance(x, _GatheredView) for x in pytree.tree_leaves((args, kwargs)))
+        return _operate(func, args, kwargs) if of_views else func(*args, **kwargs)
+
+
+def _dispatch_to_views() -> None:
+    """Do on torch 2.11, which calls ``__torch_dispatch__`` of no class of DTensors, as later
+    versions do."""
+
+    def torch_function(
+        cls: type, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass(), _ViewOperations():
+            return func(*args, **(kwargs or {}))
+
+    def in_mode(index: Callable[..., Any]) -> Callable[..., Any]:
+        # ``weight[2, 3] = 1`` takes a view of a view and writes to it in one call, of no view.
+        @functools.wraps(index)
+        def call(*args: Any) -> Any:
+            with _ViewOperations():
+                return index(*args)
+
+        return call
+
+    _GatheredView.__torch_function__ = classmethod(torch_function)  # type: ignore[assignment]
+    DTensor.__getitem__ = in_mode(DTensor.__getitem__)  # type: ignore[method-assign]
+    DTensor.__setitem__ = in_mode(DTensor.__setitem__)  # type: ignore[method-assign]
+
+
+def _operate(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run ``operation``, some of whose arguments are gathered views."""
+    if operation._schema.is_mutable:
+        return write_whole(operation, args, kwargs)
+    result = operation(*pytree.tree_map(_plain, args), **pytree.tree_map(_plain, kwargs))
+    return _standing_for(result, operation, args, kwargs) if operation.is_view else result
 
 
 @torch.no_grad()

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
+
 
 @contextlib.contextmanager
 def shortcuts() -> Iterator[None]:
     """Context in which Inductor compiles with all shortcuts of this module."""
-    with vector_units_tried_once(), types_listed_once(), equal_bounds_kept():
+    with (
+        vector_units_tried_once(),
+        header_compiled_once(),
+        keys_unexplained(),
+        types_listed_once(),
+        equal_bounds_kept(),
+    ):
         yield
 
 
@@ -81,4 +91,53 @@ def vector_units_tried_once() -> Iterator[None]:
         return passes
 
     with mock.patch.object(VecISA, "check_build", check_once):
+        yield
+
+
+@contextlib.contextmanager
+def header_compiled_once() -> Iterator[None]:
+    """Context in which Inductor looks once for its cache on disk how torch's header reads.
+
+    It preprocesses the header, which a vector unit's flags change, in every process, to find its
+    compiled form. Here the place of that is noted in the cache, by the flags, the compiler and
+    torch, of whose parts the header consists.
+    """
+    from torch._inductor import codecache
+    from torch._inductor.codecache import write_atomic
+    from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    compile_header = codecache._precompile_header
+
+    def compile_once(header: str, command: str, **settings: Any) -> str:
+        torch_version = torch.__version__, torch.version.git_version
+        facts = header, command, get_compiler_version_info(get_cpp_compiler()), torch_version
+        note = Path(cache_dir(), f"header_{hashlib.sha256(repr(facts).encode()).hexdigest()}")
+        if note.exists() and Path(place := note.read_text(encoding="utf-8")).exists():
+            return place
+        place = compile_header(header, command, **settings)
+        # In one step: another process may read it meanwhile.
+        write_atomic(str(note), place)
+        return place
+
+    with mock.patch.object(codecache, "_precompile_header", compile_once):
+        yield
+
+
+@contextlib.contextmanager
+def keys_unexplained() -> Iterator[None]:
+    """Context in which Inductor explains the key of a graph only to a log or ``TORCH_TRACE``.
+
+    The explanation hashes every part of the graph for itself, and takes as long as the key.
+    """
+    from torch._inductor.codecache import FxGraphCachePickler
+
+    explain = FxGraphCachePickler.debug_lines
+    log = logging.getLogger("torch._inductor.codecache")
+
+    def explain_if_read(pickler: FxGraphCachePickler, details: Any) -> list[str]:
+        is_read = log.isEnabledFor(logging.DEBUG) or "TORCH_TRACE" in os.environ
+        return explain(pickler, details) if is_read else []
+
+    with mock.patch.object(FxGraphCachePickler, "debug_lines", explain_if_read):
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
-from torch._inductor import config
+from torch._inductor import codecache, config
+from torch._inductor.codecache import FxGraphCachePickler, compiled_fx_graph_hash
 from torch._inductor.cpp_builder import _get_ffast_math_flags
 from torch._inductor.cpu_vec_isa import VecAVX2, VecISA
 from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._sympy.value_ranges import ValueRanges
 
@@ -26,6 +29,8 @@ from sp_compiler.inductor.fused import Fused, TracingRank
 from sp_compiler.inductor.lowering import _PINNED, _arrangement
 from sp_compiler.inductor.shortcuts import (
     equal_bounds_kept,
+    header_compiled_once,
+    keys_unexplained,
     types_listed_once,
     vector_units_tried_once,
 )
@@ -173,6 +178,37 @@ def test_vector_units_are_tried_once_for_a_cache(cache: Path) -> None:
             assert VecISA.check_build is check
     assert tries == [True, True, False]
     assert len(list(cache.glob("vector_unit_*"))) == 1
+
+
+def test_the_header_is_preprocessed_once_for_a_cache(cache: Path) -> None:
+    """Again for other flags, and where what was compiled is gone."""
+    compiled = cache / "header.h.gch"
+    compiled.touch()
+    calls = []
+    for command in ("g++ -O1", "g++ -O1", "g++ -O3", "g++ -O3"):
+        with mock.patch.object(codecache, "_precompile_header", return_value=str(compiled)) as make:
+            with header_compiled_once():
+                assert codecache._precompile_header("x.h", command) == str(compiled)
+            calls.append(make.called)
+            assert codecache._precompile_header is make
+    compiled.unlink()
+    again = mock.patch.object(codecache, "_precompile_header", return_value="other")
+    with again, header_compiled_once():
+        assert codecache._precompile_header("x.h", "g++ -O1") == "other"
+    assert calls == [True, False, True, False]
+
+
+def test_keys_are_explained_to_a_log_that_is_read(caplog: pytest.LogCaptureFixture) -> None:
+    """And equal without."""
+    with FakeTensorMode(), mock.patch.object(FxGraphCachePickler, "debug_lines") as explain:
+        explain.return_value = ["a line"]
+        graph = make_fx(torch.exp)(torch.empty(4))
+        keys = []
+        for level in (logging.INFO, logging.DEBUG):
+            with caplog.at_level(level, "torch._inductor.codecache"), keys_unexplained():
+                keys.append(compiled_fx_graph_hash(graph, [torch.empty(4)], {}, []))
+        assert [lines for _, lines in keys] == [[], ["a line"]]
+        assert keys[0][0] == keys[1][0]
 
 
 def test_types_are_listed_once() -> None:

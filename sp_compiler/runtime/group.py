@@ -35,7 +35,7 @@ from sp_compiler.runtime.mesh_axes import (
     tensor_parallel_axis,
     with_expert_axes,
 )
-from sp_compiler.runtime.watched_collectives import WatchedCollectives, is_gloo
+from sp_compiler.runtime.watched_collectives import WatchedCollectives, is_gloo, let_gloo_finish
 
 # Backends whose other ranks exist in name only: nobody could be waited for.
 _ONE_PROCESS = ("fake", BACKEND)
@@ -214,6 +214,7 @@ def watched_group(
     if axis.device_type != "cpu" or not is_gloo(group):
         communicator = Communicator(group, rank, size)
         return TensorParallelGroup(axis, communicator, rank_timeout, board, None, data, boards)
+    let_gloo_finish()
     watched = WatchedCollectives(group, board, rank_timeout)
     communicator = Communicator(group, rank, size, watched)
     return TensorParallelGroup(axis, communicator, rank_timeout, board, watched, data, boards)

@@ -167,3 +167,15 @@ def assert_step(found: Case, program: CompiledProgram, tolerance: float = 1e-10)
         if true is not None:
             assert actual is not None
             assert float((actual - true).abs().max()) < tolerance * float(true.abs().max())
+
+
+def assert_equal_to_the_bit(
+    grads: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None]
+) -> None:
+    """Every parameter has the expected gradient, which is nowhere missing."""
+    assert grads.keys() == expected.keys()
+    for name, true in expected.items():
+        grad = grads[name]
+        assert grad is not None, name
+        assert true is not None, name
+        assert torch.equal(grad, true), name

@@ -56,12 +56,7 @@ def test_gradients_are_equal_to_the_bit() -> None:
     expected = parity.simulate(found, kept).grads
     assert step_memory(_offloaded(2)).host_bytes > 0
     actual = parity.simulate(found, _offloaded(2)).grads
-    assert expected.keys() == actual.keys()
-    for name, grad in expected.items():
-        same = actual[name]
-        assert grad is not None
-        assert same is not None
-        assert torch.equal(grad, same), name
+    parity.assert_equal_to_the_bit(actual, expected)
 
 
 def _compiled() -> tuple[Any, dict[str, Tensor]]:

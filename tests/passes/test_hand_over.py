@@ -227,12 +227,7 @@ def test_gradients_are_equal_to_the_bit() -> None:
     ]
     expected = parity.simulate(_case(), _program(overlap=False)).grads
     actual = parity.simulate(_case(), program).grads
-    assert expected.keys() == actual.keys()
-    for name, grad in expected.items():
-        same = actual[name]
-        assert grad is not None
-        assert same is not None
-        assert torch.equal(grad, same), name
+    parity.assert_equal_to_the_bit(actual, expected)
     # With twice what the layer behind has left.
     block = program.codes["Block"]
     both = block.backward_behind  # type: ignore[attr-defined]
@@ -327,12 +322,7 @@ def test_several_gradients_are_equal_to_the_bit() -> None:
     assert len(_split(program).late) > 5
     expected = parity.simulate(_small(), parity.compiled(_small(), **_OPTIONS, overlap=False)).grads
     actual = parity.simulate(_small(), program).grads
-    assert expected.keys() == actual.keys()
-    for name, grad in expected.items():
-        same = actual[name]
-        assert grad is not None
-        assert same is not None
-        assert torch.equal(grad, same), name
+    parity.assert_equal_to_the_bit(actual, expected)
 
 
 def test_without_room_nothing_is_left() -> None:

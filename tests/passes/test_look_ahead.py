@@ -113,12 +113,7 @@ def test_gradients_are_equal_to_the_bit() -> None:
     ] + [("recompute", "backward_ahead")]
     expected = parity.simulate(_case(), _program(overlap=False)).grads
     actual = parity.simulate(_case(), program).grads
-    assert expected.keys() == actual.keys()
-    for name, grad in expected.items():
-        same = actual[name]
-        assert grad is not None
-        assert same is not None
-        assert torch.equal(grad, same), name
+    parity.assert_equal_to_the_bit(actual, expected)
     # With the values of its own call instead of the call before.
     block = program.codes["Block"]
     both = block.backward_ahead  # type: ignore[attr-defined]

@@ -24,6 +24,7 @@ from sp_compiler.ops.accumulate import ADD_PRODUCT
 from sp_compiler.passes.overlap.orders import overlapped
 from tests.helpers.graph_builder import GraphBuilder, convert
 from tests.helpers.parity import (
+    assert_equal_to_the_bit,
     assert_parity,
     assert_step,
     case,
@@ -307,13 +308,7 @@ def test_gradients_are_those_without_overlap_to_the_last_bit(name: str, recomput
     assert ".wait()" not in plain.code
     leaves = any(region.partitioned.split for region in program.regions.values())
     assert step_memory(program).peak_bytes <= most_bytes(plain, 2 if leaves else 1)
-    first, second = simulate(found, program), simulate(found, plain)
-    assert first.grads.keys() == second.grads.keys()
-    for parameter, grad in first.grads.items():
-        other = second.grads[parameter]
-        assert grad is not None
-        assert other is not None
-        assert torch.equal(grad, other), parameter
+    assert_equal_to_the_bit(simulate(found, program).grads, simulate(found, plain).grads)
 
 
 def test_nothing_waits_on_one_rank() -> None:

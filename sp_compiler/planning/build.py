@@ -44,6 +44,7 @@ from sp_compiler.planning.data import (
 )
 from sp_compiler.planning.fallbacks import fallbacks
 from sp_compiler.planning.formula import KeptStorage, activation_formula
+from sp_compiler.planning.padding_notes import padding_notes
 from sp_compiler.planning.plan import Plan
 
 
@@ -90,7 +91,7 @@ def make_plan(compiled: CompiledProgram, options: CompileOptions, model_name: st
         work=replace(work, hidden_us=hidden_us),
         fallbacks=tuple(fallbacks(compiled)),
         costly_fallbacks=costly_fallbacks(compiled),
-        notes=tuple(dict.fromkeys(compiled.notes)),
+        notes=tuple(dict.fromkeys((*compiled.notes, *padding_notes(compiled)))),
         passes=tuple(compiled.reports),
         calls=tuple(_calls(compiled, memory, blocks)),
         parameters={

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Node
 
-from sp_compiler.base.provenance import module_path
+from sp_compiler.base.provenance import module_path, source_line
 from sp_compiler.cost.node_cost import node_flops, product_flops, tensor_bytes
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.fx import (
@@ -37,8 +37,9 @@ _ATTENTION = _aten.scaled_dot_product_attention.default
 _SOFTMAX = frozenset({_aten.softmax.int, _aten._softmax.default, _aten._safe_softmax.default})
 _PRODUCTS = frozenset({*MATMULS, _aten.matmul.default, _ATTENTION})
 
-# The cost model replicates a small matrix (a LoRA factor, a classifier) because a collective takes
-# longer than the copy; only where the copies are a burden is its choice worth a word.
+# The cost model replicates a small matrix (a LoRA factor, a classifier) or a loss over few classes
+# because a collective takes longer than the copy; only where the copies are a burden is its choice
+# worth a word.
 _CHOICE_BYTES = 1 << 20
 
 
@@ -48,7 +49,8 @@ class Fallback:
 
     Attributes:
         subject: the parameter, or the operator and its module.
-        module: path of the module in the user's model, or the name of the parameter.
+        module: path of the module in the user's model, or the line in the model's own forward, or
+            the name of the parameter.
         reason: why it is not sharded.
         advice: what to do about it, "" if unknown.
         flops: matrix FLOPs of its forward in one step.
@@ -186,21 +188,28 @@ def _operators(compiled: CompiledProgram, region: Region) -> Iterator[Fallback]:
         # What no gradient passes (positions, masks, indices) is small and replicated by design.
         if node.op != "call_function" or node not in differentiable or is_view(node):
             continue
-        has_rule = not _has_no_rule(node)
+        is_choice = _is_choice(node)
+        if is_choice and tensor_bytes(tensor_operands(node)[0].meta["val"]) < _CHOICE_BYTES:
+            continue
+        has_rule = is_choice or not _has_no_rule(node)
         is_attention = has_rule and is_attention_core(node, activations)
-        if not has_rule:
+        if is_choice:
+            reason, advice = "sharding its classes costs more time than it saves", ""
+        elif not has_rule:
             reason, advice = _why_no_rule(node)
         elif node.target in _PRODUCTS and is_replicated(node):
             reason, advice = _why_product(node, region, compiled, is_attention=is_attention)
         else:
             continue
-        path = module_path(node) or "(model)"
+        path, line = module_path(node), source_line(node)
         counts = is_replicated(node) and not any(
             source in asked for source in tensor_operands(node)
         )
+        # A path says where to look; the model's own forward is long, and needs the line.
+        at = f" ({line})" if line and not path else ""
         fallback = Fallback(
-            f"{node.target} in {path} of {region.name} runs replicated",
-            path,
+            f"{node.target} in {path or '(model)'} of {region.name} runs replicated{at}",
+            path or line or "(model)",
             reason,
             advice,
             # All layers that share the block: a step pays for each of them.
@@ -266,15 +275,19 @@ def _advice_of_rule(node: Node) -> str:
     return _ADVICE_OPERATOR if has_rule(node) else _ADVICE_RULE
 
 
+def _is_choice(node: Node) -> bool:
+    """Return whether a loss could run on sharded classes, but the cost model chose otherwise."""
+    return has_vocabulary(node) and _has_no_rule(node) and not vocabulary_obstacle(node)
+
+
 def _why_no_rule(node: Node) -> tuple[str, str]:
     """Reason and advice for an operator without a rule."""
     if node.target is _FUNCTION:
         name = function_name(arguments(node)["call"])
         return f"{name}, a torch.autograd.Function, is not pointwise", _ADVICE_OPERATOR
-    if not has_vocabulary(node):
-        return missing_rule(node, "it"), _advice_of_rule(node)
-    obstacle = vocabulary_obstacle(node)
-    return obstacle or "sharding its classes costs more time than it saves", ""
+    if has_vocabulary(node):
+        return vocabulary_obstacle(node), ""
+    return missing_rule(node, "it"), _advice_of_rule(node)
 
 
 def _differentiable(region: Region) -> set[Node]:

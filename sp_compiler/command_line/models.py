@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sp_compiler.base.errors import ArgumentError, UnsupportedError, did_you_mean
+from sp_compiler.base.errors import ArgumentError, UnsupportedError, did_you_mean, expected_one_of
 from sp_compiler.base.units import bytes_text
 from sp_compiler.trace.arguments import ExampleInputs, checked_inputs
 
@@ -140,8 +140,7 @@ def _preset(
 ) -> Loaded:
     known = presets()
     if name not in known:
-        near = did_you_mean(name, known)
-        raise ArgumentError(f"--preset {name}: expected one of {', '.join(known)}{near}")
+        raise ArgumentError(f"--preset {name}: {expected_one_of(name, known)}")
     preset = known[name]
     batch, sequence = batch or preset["batch"], sequence or preset["sequence"]
     model = _configured({"architectures": [preset["family"]], **preset["config"]}, device)
@@ -189,7 +188,7 @@ def _called(source: str, device: str) -> Any:
         public.sort(key=lambda key: getattr(vars(module)[key], "__module__", "") != module_name)
         near = did_you_mean(name, public)
         raise ArgumentError(
-            f"{module_name} has no callable {name!r}; it has {', '.join(public)}{near}"
+            f"{module_name} has no callable {name!r}: {near}it has {', '.join(public)}"
         )
     if needed := _needed(function):
         raise ArgumentError(

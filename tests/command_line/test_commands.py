@@ -141,7 +141,7 @@ def test_doctor_lists_what_is_needed_and_tries_a_model() -> None:
     [
         (["plan"], "expected a model: package.module:callable, a config.json, or --preset NAME"),
         (["plan", "nowhere:make"], "no module 'nowhere'"),
-        (["plan", f"{_MODELS}:nothing"], "has no callable 'nothing': it has"),
+        (["plan", f"{_MODELS}:nothing"], "has no callable 'nothing': "),
         (["plan", f"{_MODELS}:number"], "returned a int: expected a torch.nn.Module"),
         (["plan", f"{_MODELS}:of_a_width"], "needs width: expected a callable without arguments"),
         (["plan", f"{_MODELS}:with_a_tensor"], "expected (args, kwargs)"),

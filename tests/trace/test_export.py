@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -383,6 +384,21 @@ def test_rank_0_alone_says_that_there_is_no_cache(
     model = zoo.build("llama", use_cache=True)
     said = contextlib.nullcontext() if rank else pytest.warns(UserWarning, match="keeps no cache")
     with said, without_cache(model, asked=True):
+        assert model.config.use_cache is False  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("name", "warns"), [("bert", False), ("gpt2", True), ("t5", True), ("no attention", True)]
+)
+def test_a_model_that_keeps_no_cache_misses_none(name: str, warns: bool) -> None:
+    """The default of HuggingFace's configurations, which no user has set, is True for all."""
+    if name == "no attention":
+        model: nn.Module = nn.Linear(2, 2)
+        model.config = SimpleNamespace(use_cache=True)  # type: ignore[assignment]
+    else:
+        model = zoo.build(name, use_cache=True)
+    said = pytest.warns(UserWarning, match="keeps no cache") if warns else contextlib.nullcontext()
+    with said, without_cache(model, asked=False):
         assert model.config.use_cache is False  # type: ignore[union-attr]
 
 

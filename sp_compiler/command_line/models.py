@@ -50,7 +50,7 @@ class Loaded:
         named = [*zip_longest(list(names)[: len(args)], args, fillvalue="..."), *kwargs.items()]
         texts = [f"{name} {_input_text(value)}" for name, value in named]
         dtypes = dict.fromkeys(map(_dtype_name, self.model.parameters()))
-        return f"inputs: {', '.join(texts)}; {', '.join(dtypes)}"
+        return f"inputs: {', '.join(texts)}; {', '.join(dtypes) or 'no parameters'}"
 
 
 class Note(UserWarning):
@@ -123,11 +123,14 @@ def load(
             )
     if not isinstance(model, nn.Module):
         raise ArgumentError(
-            f"{source} returned a {type(model).__name__}: expected a torch.nn.Module, or a tuple "
-            "of one and (args, kwargs)"
+            f"{source} returned an object of type {type(model).__name__}: expected a "
+            "torch.nn.Module, or a tuple of one and (args, kwargs)"
         )
     if inputs is not None:
-        inputs = checked_inputs(model, inputs)
+        try:
+            inputs = checked_inputs(model, inputs)
+        except ArgumentError as error:
+            raise ArgumentError(f"{source} returned a model and inputs; {error}") from error
     # After the callable, which need not know of the option.
     model = model if to_dtype is None else model.to(to_dtype)
     # Models with learned positions end at their last one.
@@ -192,10 +195,7 @@ def _called(source: str, device: str) -> Any:
         raise ArgumentError(
             f"{module_name} has no callable {name!r}: {near}it has {', '.join(public)}"
         )
-    if needed := _needed(function):
-        raise ArgumentError(
-            f"{source} needs {', '.join(needed)}: expected a callable without arguments"
-        )
+    _check_callable(source, function)
     try:
         with torch.device(device):
             return function()
@@ -203,6 +203,19 @@ def _called(source: str, device: str) -> Any:
         raise ArgumentError(
             f"{source} ended the process (exit {error.code}) where it should return a model"
         ) from error
+
+
+def _check_callable(source: str, function: Callable[..., Any]) -> None:
+    """Raise an error for what cannot be called without arguments."""
+    if isinstance(function, nn.Module):
+        raise ArgumentError(
+            f"{source} is a model, made without the options of this command: expected a function "
+            f"that makes it, or its class {type(function).__name__} if that needs no arguments"
+        )
+    if needed := _needed(function):
+        raise ArgumentError(
+            f"{source} needs {', '.join(needed)}: expected a callable without arguments"
+        )
 
 
 def _needed(function: Callable[..., Any]) -> list[str]:

@@ -31,7 +31,7 @@ from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.forward_backward import Partitioned, SavedTensor
 from sp_compiler.ir.fx import tensor_operands
 from sp_compiler.ir.op_traits import collective_of, is_view
-from sp_compiler.ir.program import Region
+from sp_compiler.ir.program import Ref, Region
 from sp_compiler.options import CompileOptions
 from sp_compiler.planning.call_memory import call_memories
 from sp_compiler.planning.costly_fallbacks import costly_fallbacks
@@ -92,7 +92,7 @@ def make_plan(compiled: CompiledProgram, options: CompileOptions, model_name: st
         work=replace(work, hidden_us=hidden_us),
         fallbacks=tuple(fallbacks(compiled)),
         costly_fallbacks=costly_fallbacks(compiled),
-        notes=tuple(dict.fromkeys((*compiled.notes, *_padding_notes(compiled)))),
+        notes=tuple(dict.fromkeys(_notes(compiled))),
         passes=tuple(compiled.reports),
         calls=tuple(_calls(compiled, memory, blocks)),
         parameters={
@@ -282,6 +282,25 @@ def _gradient_reduction(
     if not buckets:
         return ()
     return (Collective("all_reduce", len(buckets), sum(buckets.values())),)
+
+
+def _notes(compiled: CompiledProgram) -> Iterator[str]:
+    yield from compiled.notes
+    yield from _padding_notes(compiled)
+    yield from _output_notes(compiled)
+
+
+def _output_notes(compiled: CompiledProgram) -> Iterator[str]:
+    """Yield a note if there is nothing to train, as where a forward forgets to return its loss."""
+
+    def depends(ref: object) -> bool:
+        if not isinstance(ref, Ref) or ref.kind != "call":
+            return isinstance(ref, Ref) and ref.kind == "param"
+        region = compiled.program.calls[ref.index].region
+        return compiled.differentiable[region.name][ref.output]
+
+    if not any(map(depends, compiled.program.outputs)):
+        yield "nothing that the model returns depends on its parameters: there is no backward"
 
 
 def _padding_notes(compiled: CompiledProgram) -> Iterator[str]:

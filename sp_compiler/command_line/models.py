@@ -331,7 +331,11 @@ def _configured(config: dict[str, Any], device: str) -> nn.Module:
     (name, *_) = config["architectures"]
     model_class = getattr(transformers, name, None)
     if model_class is None:
-        raise ArgumentError(f"transformers {transformers.__version__} has no class {name}")
+        near = did_you_mean(name, dir(transformers))
+        raise ArgumentError(
+            f"transformers {transformers.__version__} has no class {name}: {near}expected that of "
+            "a model, such as LlamaForCausalLM"
+        )
     if not (isinstance(model_class, type) and hasattr(model_class, "config_class")):
         raise ArgumentError(f"{name} of transformers is no model, such as LlamaForCausalLM")
     # Before transformers reads it, whose error names no field.

@@ -226,6 +226,7 @@ def test_what_is_typed_wrong(arguments: list[str], message: str) -> None:
         ({"architectures": [3]}, 'has no "architectures", a list'),
         ({"architectures": "LlamaForCausalLM"}, 'has no "architectures", a list'),
         ({"architectures": ["LlamaConfig"]}, "LlamaConfig of transformers is no model"),
+        ({"architectures": ["LamaForCausalLM"]}, "did you mean 'LlamaForCausalLM'?"),
         ({"dtype": "float99"}, "dtype 'float99'"),
     ],
 )

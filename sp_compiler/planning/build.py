@@ -312,9 +312,11 @@ def _padding_notes(compiled: CompiledProgram) -> Iterator[str]:
             # From the values and not from the parameters: a weight may be sharded along its other
             # dim, while what it is multiplied with is padded.
             heads = compiled.paddable.get((region.name, node.meta.get("source", node.name)))
+            if heads is None:
+                continue
             placements = (x.meta.get("placement") for x in tensor_operands(node))
             is_padded = any(p is not None and p.padding(world_size) for p in placements)
-            if heads and is_padded and is_attention_core(node, activations):
+            if is_padded and is_attention_core(node, activations):
                 yield (
                     f"attention in {module_path(node) or 'the model'} of {region.name} runs on "
                     f"{world_size * -(-heads // world_size)} heads: its {heads} do not divide by "

@@ -192,15 +192,16 @@ def _operators(compiled: CompiledProgram, region: Region) -> Iterator[Fallback]:
         if is_choice and tensor_bytes(tensor_operands(node)[0].meta["val"]) < _CHOICE_BYTES:
             continue
         has_rule = is_choice or not _has_no_rule(node)
-        is_attention = has_rule and is_attention_core(node, activations)
+        is_product = node.target in _PRODUCTS and is_replicated(node)
+        if has_rule and not is_choice and not is_product:
+            continue
+        is_attention = is_attention_core(node, activations)
         if is_choice:
             reason, advice = "sharding its classes costs more time than it saves", ""
         elif not has_rule:
             reason, advice = _why_no_rule(node)
-        elif node.target in _PRODUCTS and is_replicated(node):
-            reason, advice = _why_product(node, region, compiled, is_attention=is_attention)
         else:
-            continue
+            reason, advice = _why_product(node, region, compiled, is_attention=is_attention)
         path, line = module_path(node), source_line(node)
         counts = is_replicated(node) and not any(
             source in asked for source in tensor_operands(node)

@@ -226,7 +226,7 @@ def test_fallbacks_say_why() -> None:
 class _Forgets(nn.Linear):
     """Computes, and returns nothing."""
 
-    def forward(self, input: Tensor) -> None:
+    def forward(self, input: Tensor) -> None:  # type: ignore[override]
         super().forward(input)
 
 

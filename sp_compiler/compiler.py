@@ -391,6 +391,7 @@ class Compilation:
             notes=[*program.notes, *loaded.notes],
             kernels=loaded.kernels,
             replicated=tuple(self._replicated),
+            paddable=sharded.paddable,
             code=loaded.source,
             value_names=loaded.value_names,
             stages=self._run.stages(sharded.program, program),

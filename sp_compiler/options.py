@@ -11,7 +11,12 @@ from typing import Any, Literal, TypedDict, get_args
 
 from torch.fx import GraphModule
 
-from sp_compiler.base.errors import ArgumentError, Function, refusing_other_arguments
+from sp_compiler.base.errors import (
+    ArgumentError,
+    Function,
+    expected_one_of,
+    refusing_other_arguments,
+)
 from sp_compiler.base.pass_report import Pass, PassReport
 from sp_compiler.base.units import parse_bytes
 from sp_compiler.cost.hardware import Hardware, hardware_of
@@ -381,4 +386,4 @@ def _checked_passes(passes: Any) -> tuple[UserPass, ...]:
 def _check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     # By type too: 1 == True, and tp=True or overlap=1 are mistakes.
     if value not in allowed or type(value) not in {type(choice) for choice in allowed}:
-        raise ArgumentError(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}")
+        raise ArgumentError(f"{name}={value!r}: {expected_one_of(value, allowed, repr)}")

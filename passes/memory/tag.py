@@ -18,7 +18,7 @@ from collections.abc import Mapping
 
 from torch.fx import Node
 
-from sp_compiler.base.errors import ArgumentError, PassError
+from sp_compiler.base.errors import ArgumentError, PassError, expected_one_of
 from sp_compiler.base.pass_report import Pass
 from sp_compiler.ir.op_traits import (
     collective_of,
@@ -59,7 +59,7 @@ def tag_recompute(joint: JointGraph, policy: str) -> None:
         PassError: one that raises, or returns what is no tag.
     """
     if policy not in POLICIES:
-        raise ArgumentError(f"recompute={policy!r}: expected one of {', '.join(POLICIES)}")
+        raise ArgumentError(f"recompute={policy!r}: {expected_one_of(policy, POLICIES)}")
     facts = forward_facts(joint)
     backward = joint.backward_nodes()
     for node in joint.graph.nodes:

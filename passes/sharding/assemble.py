@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch.fx import Node
 
@@ -34,12 +34,15 @@ class Sharded:
         param_placements: storage placement of every parameter: I or S.
         output_placements: placement of each model output that a call produces; others are absent.
         cost_us: the solver's objective.
+        paddable: (region, operator) of operators that could run with padding, and the number of
+            units (heads) that would be padded, whatever was chosen.
     """
 
     program: Program
     param_placements: dict[str, Placement]
     output_placements: dict[int, Placement]
     cost_us: float
+    paddable: dict[tuple[str, str], int] = field(default_factory=dict)
 
 
 class Choices:
@@ -102,7 +105,23 @@ def assemble(
         for index, ref in enumerate(program.outputs)
         if isinstance(ref, Ref) and ref.kind == "call"
     }
-    return Sharded(replace(opened, calls=calls), params, results, 0.0)
+    paddable = _paddable(program, problem, world_size)
+    return Sharded(replace(opened, calls=calls), params, results, 0.0, paddable)
+
+
+def _paddable(program: Program, problem: Problem, world_size: int) -> dict[tuple[str, str], int]:
+    """Return the units of each operator that was offered a way to run on padded operands."""
+    units: dict[tuple[str, str], int] = {}
+    for subject, strategies in zip(problem.subjects, problem.strategies, strict=True):
+        if not isinstance(subject, OperatorSubject):
+            continue
+        node, region = subject.node, program.regions[subject.region]
+        cuts = (p for s in strategies for p in s.operands if p.kind == "S")
+        padded = next((cut for cut in cuts if cut.padding(world_size)), None)
+        if padded is not None:
+            key = region.name, node.meta.get("source", node.name)
+            units[key] = padded.units or padded.segments[0]
+    return units
 
 
 def assemble_unsharded(

@@ -71,10 +71,22 @@ class RankFailureError(SPCompilerError, RuntimeError):
     """Another rank of the tensor-parallel group failed; the message is that rank's."""
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean 'recompute'?"`` for the nearest of the ``known`` names, or ""."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+def did_you_mean(got: object, known: Iterable[object]) -> str:
+    """Return ``"did you mean 'recompute'? "`` for the nearest of the ``known`` names, or ""."""
+    names = [each for each in known if isinstance(each, str)]
+    near = difflib.get_close_matches(got, names, n=1) if isinstance(got, str) else []
+    return f"did you mean {near[0]!r}? " if near else ""
+
+
+def expected_one_of(
+    got: object, known: Iterable[object], show: Callable[[object], str] = str
+) -> str:
+    """Return "expected one of ..." with all ``known`` names, the nearest as a guess in front.
+
+    The guess comes first: a list of twenty names hides what stands behind it.
+    """
+    values = list(known)
+    return f"{did_you_mean(got, values)}expected one of {', '.join(map(show, values))}"
 
 
 def refusing_other_arguments(
@@ -97,10 +109,10 @@ def refusing_other_arguments(
             signature.bind(*args, **{key: kwargs[key] for key in kwargs if key not in explained})
         except TypeError as error:
             unknown = next((key for key in kwargs if key not in signature.parameters), None)
-            near = "" if unknown is None else did_you_mean(unknown, signature.parameters)
+            near = did_you_mean(unknown, signature.parameters)
             raise TypeError(
-                f"{function.__name__}(): {error}; expected {function.__name__}({form}) and options "
-                f"by name{near}"
+                f"{function.__name__}(): {error}; {near}expected {function.__name__}({form}) and "
+                "options by name"
             ) from None
         return function(*args, **kwargs)
 

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 
-from sp_compiler.base.errors import ArgumentError
+from sp_compiler.base.errors import ArgumentError, expected_one_of
 
 LOG = logging.getLogger("sp_compiler")
 # Silent unless somebody asks: else logging would write warnings of a library by itself.
@@ -28,7 +28,7 @@ def log_as_asked() -> None:
     if not level:
         return
     if level not in _LEVELS:
-        raise ArgumentError(f"{VARIABLE}={level}: expected one of {', '.join(_LEVELS)}")
+        raise ArgumentError(f"{VARIABLE}={level}: {expected_one_of(level, _LEVELS)}")
     LOG.setLevel(level.upper())
     # Once, however many models are compiled.
     if not any(isinstance(handler, _Handler) for handler in LOG.handlers):

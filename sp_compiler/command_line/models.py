@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
 import inspect
@@ -15,12 +16,12 @@ from dataclasses import dataclass
 from importlib.resources import files
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from sp_compiler.base.errors import ArgumentError, UnsupportedError, did_you_mean
+from sp_compiler.base.errors import ArgumentError, UnsupportedError, did_you_mean, expected_one_of
 from sp_compiler.base.units import bytes_text
 from sp_compiler.trace.arguments import ExampleInputs, checked_inputs
 
@@ -49,7 +50,7 @@ class Loaded:
         named = [*zip_longest(list(names)[: len(args)], args, fillvalue="..."), *kwargs.items()]
         texts = [f"{name} {_input_text(value)}" for name, value in named]
         dtypes = dict.fromkeys(map(_dtype_name, self.model.parameters()))
-        return f"inputs: {', '.join(texts)}; {', '.join(dtypes)}"
+        return f"inputs: {', '.join(texts)}; {', '.join(dtypes) or 'no parameters'}"
 
 
 class Note(UserWarning):
@@ -122,11 +123,14 @@ def load(
             )
     if not isinstance(model, nn.Module):
         raise ArgumentError(
-            f"{source} returned a {type(model).__name__}: expected a torch.nn.Module, or a tuple "
-            "of one and (args, kwargs)"
+            f"{source} returned an object of type {type(model).__name__}: expected a "
+            "torch.nn.Module, or a tuple of one and (args, kwargs)"
         )
     if inputs is not None:
-        inputs = checked_inputs(model, inputs)
+        try:
+            inputs = checked_inputs(model, inputs)
+        except ArgumentError as error:
+            raise ArgumentError(f"{source} returned a model and inputs; {error}") from error
     # After the callable, which need not know of the option.
     model = model if to_dtype is None else model.to(to_dtype)
     # Models with learned positions end at their last one.
@@ -140,8 +144,7 @@ def _preset(
 ) -> Loaded:
     known = presets()
     if name not in known:
-        near = did_you_mean(name, known)
-        raise ArgumentError(f"--preset {name}: expected one of {', '.join(known)}{near}")
+        raise ArgumentError(f"--preset {name}: {expected_one_of(name, known)}")
     preset = known[name]
     batch, sequence = batch or preset["batch"], sequence or preset["sequence"]
     model = _configured({"architectures": [preset["family"]], **preset["config"]}, device)
@@ -157,13 +160,14 @@ def _preset(
 
 def _called(source: str, device: str) -> Any:
     module_name, _, name = source.partition(":")
+    if module_name.endswith(".py"):
+        module_name = _module_of(Path(module_name))
+        raise ArgumentError(f"{source!r} is a file: write {module_name}:{name}")
     if not all(part.isidentifier() for part in module_name.split(".")):
         raise ArgumentError(
             f"{module_name!r} is no name of a module: expected package.module:callable, found from "
             f"{Path.cwd()} and the installed packages"
         )
-    if module_name.endswith(".py"):
-        raise ArgumentError(f"{source!r} is a file: write {module_name.removesuffix('.py')}:{name}")
     # As ``python -m`` does: a model of the folder in which the command is run.
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
@@ -189,12 +193,9 @@ def _called(source: str, device: str) -> Any:
         public.sort(key=lambda key: getattr(vars(module)[key], "__module__", "") != module_name)
         near = did_you_mean(name, public)
         raise ArgumentError(
-            f"{module_name} has no callable {name!r}; it has {', '.join(public)}{near}"
+            f"{module_name} has no callable {name!r}: {near}it has {', '.join(public)}"
         )
-    if needed := _needed(function):
-        raise ArgumentError(
-            f"{source} needs {', '.join(needed)}: expected a callable without arguments"
-        )
+    _check_callable(source, function)
     try:
         with torch.device(device):
             return function()
@@ -202,6 +203,19 @@ def _called(source: str, device: str) -> Any:
         raise ArgumentError(
             f"{source} ended the process (exit {error.code}) where it should return a model"
         ) from error
+
+
+def _check_callable(source: str, function: Callable[..., Any]) -> None:
+    """Raise an error for what cannot be called without arguments."""
+    if isinstance(function, nn.Module):
+        raise ArgumentError(
+            f"{source} is a model, made without the options of this command: expected a function "
+            f"that makes it, or its class {type(function).__name__} if that needs no arguments"
+        )
+    if needed := _needed(function):
+        raise ArgumentError(
+            f"{source} needs {', '.join(needed)}: expected a callable without arguments"
+        )
 
 
 def _needed(function: Callable[..., Any]) -> list[str]:
@@ -214,17 +228,19 @@ def _needed(function: Callable[..., Any]) -> list[str]:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
+    # The likely slips of somebody who knows other tools, which take a script or a module.
+    if (python := _python_file(path)) is not None:
+        # A module is imported from the current folder.
+        folder = "" if python.resolve().is_relative_to(Path.cwd()) else f", in {python.parent}"
+        raise ArgumentError(
+            f"{path} is Python: expected {_module_of(python)}:callable{folder}, a function without "
+            f"arguments or a class{_callables_text(python)}"
+        )
     path = path / "config.json" if path.is_dir() else path
     if not path.exists():
         raise ArgumentError(
             f"no file {path}: expected package.module:callable, a HuggingFace config.json or a "
             "folder that has one, or --preset NAME"
-        )
-    # The likely slip of somebody who knows other tools, which take a script.
-    if path.suffix == ".py":
-        raise ArgumentError(
-            f"{path} is no JSON: a function in a Python file is given as package.module:callable, "
-            f"such as {path.stem}:make"
         )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -241,6 +257,54 @@ def _read_config(path: Path) -> dict[str, Any]:
         )
     assert isinstance(config, dict)
     return config
+
+
+def _python_file(source: Path) -> Path | None:
+    """Return the Python file that is meant by its path or by the name of its module, if any."""
+    if (source / "config.json").exists():
+        return None
+    # From the current folder alone: an installed package of that name is hardly a model.
+    module = source if source.is_dir() else Path(*str(source).split("."))
+    files = (source, module / "__init__.py", Path(f"{module}.py"))
+    return next((file for file in files if file.suffix == ".py" and file.is_file()), None)
+
+
+def _module_of(file: Path) -> str:
+    """Return the name by which a file is imported from the current folder, or else from its own."""
+    parts = [file.stem]
+    with contextlib.suppress(ValueError):
+        parts = [*file.resolve().relative_to(Path.cwd()).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+def _callables_text(file: Path) -> str:
+    """Return what a Python file has of callables without arguments, for an error message."""
+    # Read, not imported: a script would run.
+    try:
+        statements = ast.parse(file.read_text(encoding="utf-8")).body
+    except (SyntaxError, ValueError):
+        return ""
+    names = [each.name for each in statements if _may_make_a_model(each)]
+    found = " or ".join(f"{_module_of(file)}:{name}" for name in names[:5])
+    return found and f", such as {found}"
+
+
+def _may_make_a_model(statement: ast.stmt) -> TypeGuard[ast.FunctionDef | ast.ClassDef]:
+    """Return whether it defines a public function, or a class with a forward, that needs no
+    arguments."""
+    if isinstance(statement, ast.FunctionDef):
+        return statement.name[0] != "_" and not _needs_arguments(statement, given=0)
+    if not isinstance(statement, ast.ClassDef):
+        return False
+    methods = {each.name: each for each in statement.body if isinstance(each, ast.FunctionDef)}
+    own = methods.get("__init__")
+    return "forward" in methods and (own is None or not _needs_arguments(own, given=1))
+
+
+def _needs_arguments(function: ast.FunctionDef, *, given: int) -> bool:
+    arguments = function.args
+    positional = len(arguments.posonlyargs) + len(arguments.args) - len(arguments.defaults)
+    return positional > given or None in arguments.kw_defaults
 
 
 def _causal_model(config: Mapping[str, Any]) -> str | None:
@@ -267,7 +331,11 @@ def _configured(config: dict[str, Any], device: str) -> nn.Module:
     (name, *_) = config["architectures"]
     model_class = getattr(transformers, name, None)
     if model_class is None:
-        raise ArgumentError(f"transformers {transformers.__version__} has no class {name}")
+        near = did_you_mean(name, dir(transformers))
+        raise ArgumentError(
+            f"transformers {transformers.__version__} has no class {name}: {near}expected that of "
+            "a model, such as LlamaForCausalLM"
+        )
     if not (isinstance(model_class, type) and hasattr(model_class, "config_class")):
         raise ArgumentError(f"{name} of transformers is no model, such as LlamaForCausalLM")
     # Before transformers reads it, whose error names no field.

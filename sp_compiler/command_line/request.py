@@ -25,7 +25,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from sp_compiler.base.errors import ArgumentError, CaptureError, SPCompilerError, did_you_mean
+from sp_compiler.api import compile as compile_model
+from sp_compiler.base.errors import ArgumentError, CaptureError, SPCompilerError, expected_one_of
 from sp_compiler.base.log import VARIABLE as LOG_VARIABLE
 from sp_compiler.command_line.models import SEQUENCE, Loaded, Note, load, presets
 from sp_compiler.options import Options
@@ -40,8 +41,20 @@ def _preset_names() -> list[str]:
     return list(presets())
 
 
+_OBJECTS = ("hints", "passes")
+_OPTIONS = [name for name in Options.__annotations__ if name not in _OBJECTS]
+"""What ``-o`` takes: all but those whose values are Python's objects."""
+_OTHER_WAYS = {
+    "tp": "give --tp",
+    "mesh": "plan has --mesh",
+    "verify": "it is a command, sp-compiler verify",
+    "example_inputs": "let the callable return (model, (args, kwargs))",
+    **dict.fromkeys(_OBJECTS, "its values are Python objects; call sp_compiler.compile or plan"),
+}
+
+
 def _option_names() -> list[str]:
-    return [f"{name}=" for name in Options.__annotations__]
+    return [f"{name}=" for name in _OPTIONS]
 
 
 @dataclass(frozen=True)
@@ -88,6 +101,8 @@ class Request:
 
     def load(self, device: str = "meta") -> Loaded:
         """Build the model on ``device``."""
+        # What can be typed wrong is refused before the minutes that a large model takes.
+        _ = self.options
         with progress("building the model"):
             return load(
                 self.model,
@@ -107,16 +122,25 @@ class Request:
     def options(self) -> Any:
         """Options of the compilation, as ``compile`` takes them."""
         pairs = [text.partition("=") for text in self.option or ()]
-        known = [*Options.__annotations__]
         # Checked here, where the option's own spelling is known; values are compile's to check.
         for name, equals, _ in pairs:
             if not equals:
                 raise ArgumentError(f"-o {name}: expected NAME=VALUE, such as recompute=full")
-            if name.replace("-", "_") not in known:
-                near = did_you_mean(name.replace("-", "_"), known)
-                raise ArgumentError(f"-o {name}: expected one of {', '.join(known)}{near}")
+            _check_option(name)
         # Both spellings: options of a terminal have hyphens, those of compile underscores.
         return {name.replace("-", "_"): _value(text) for name, _, text in pairs}
+
+
+def _check_option(text: str) -> None:
+    """Raise an error for a name that is none of the options of the compilation."""
+    name = text.replace("-", "_")
+    if name in _OPTIONS:
+        return
+    if name in _OTHER_WAYS:
+        raise ArgumentError(f"-o {text}: {_OTHER_WAYS[name]}")
+    if name in inspect.signature(compile_model).parameters:
+        raise ArgumentError(f"-o {text}: compile has it for ranks that train; no command needs it")
+    raise ArgumentError(f"-o {text}: {expected_one_of(name, _OPTIONS)}")
 
 
 def _value(text: str) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from sp_compiler.base.errors import ArgumentError
+from sp_compiler.base.errors import ArgumentError, expected_one_of
 from sp_compiler.base.placement import Placement
 from sp_compiler.ops.convert import LINK_CROSSINGS, conversion_between
 
@@ -163,8 +163,8 @@ def hardware_of(value: str | Path | Hardware) -> Hardware:
         return _read(_PROFILES / f"{value}.toml")
     if not isinstance(value, (str, Path)) or not Path(value).is_file():
         raise ArgumentError(
-            f"hardware={value!r}: expected one of {', '.join(map(repr, profile_names()))}, the "
-            "path of a file that sp_compiler.profile(path) wrote, or an sp_compiler.Hardware"
+            f"hardware={value!r}: {expected_one_of(value, profile_names(), repr)}, the path of a "
+            "file that sp_compiler.profile(path) wrote, or an sp_compiler.Hardware"
         )
     return _read(Path(value))
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from sp_compiler.base.errors import ArgumentError
+from sp_compiler.base.errors import ArgumentError, expected_one_of
 from sp_compiler.cost.hardware import Hardware
 
 Mesh = str | Mapping[str, int] | DeviceMesh
@@ -55,7 +55,7 @@ class GridSizes:
             raise ArgumentError(f"mesh={mesh!r}: expected {_EXAMPLES}")
         if unknown := [name for name in sizes if name not in known]:
             raise ArgumentError(
-                f"mesh={mesh!r}: unknown axis {unknown[0]!r}: expected one of {', '.join(known)}"
+                f"mesh={mesh!r}: unknown axis {unknown[0]!r}: {expected_one_of(unknown[0], known)}"
             )
         for name, size in sizes.items():
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:

@@ -81,6 +81,8 @@ class CompiledProgram:
         kernels: region name to functions that all ranks still have to compile before any runs them.
         replicated: (region, operator) of operators that run replicated because the check rejected
             their shards.
+        paddable: (region, operator) of operators that could run with padding, and the number of
+            units, such as heads, that would be padded.
         code: the generated text.
         stages: pass name to the graphs after it.
         regions: region name to its forward and backward.
@@ -99,6 +101,7 @@ class CompiledProgram:
     notes: list[str] = field(default_factory=list)
     kernels: Mapping[str, Sequence[Kernel]] = field(default_factory=dict)
     replicated: tuple[tuple[str, str], ...] = ()
+    paddable: Mapping[tuple[str, str], int] = field(default_factory=dict)
     code: str = ""
     stages: Stages = field(default_factory=Stages)
     regions: dict[str, PartitionedRegion] = field(default_factory=dict)

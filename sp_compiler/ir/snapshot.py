@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from sp_compiler.base.errors import ArgumentError, UnsupportedError, did_you_mean
+from sp_compiler.base.errors import ArgumentError, UnsupportedError, expected_one_of
 from sp_compiler.base.pass_report import Pass
 from sp_compiler.base.provenance import module_path, source_line
 from sp_compiler.ir.graph_theory import as_networkx
@@ -153,9 +153,7 @@ class Stages(dict[str, Snapshot]):
 def unknown_stage(name: str, stages: Iterable[str]) -> ArgumentError:
     """The error for a ``name`` that is none of ``stages`` nor another name of one."""
     known = list(dict.fromkeys([*Stages.ALIASES, *stages]))
-    return ArgumentError(
-        f"stage {name!r}: expected one of {', '.join(known)}{did_you_mean(name, known)}"
-    )
+    return ArgumentError(f"stage {name!r}: {expected_one_of(name, known)}")
 
 
 def program_calls(program: Program) -> list[tuple[str, str]]:

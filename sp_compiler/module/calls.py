@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
 
 from sp_compiler.base.errors import ArgumentError
+from sp_compiler.base.log import LOG
 from sp_compiler.base.placement import I, Placement
 from sp_compiler.grid.data_parallel import apply_data_parallelism
 from sp_compiler.module.module_tree import MirrorModule
@@ -55,6 +56,8 @@ def executor_for(state: ModuleState, leaves: list[Any], structure: pytree.TreeSp
         # Parameters that are placed under inference_mode could never be trained.
         with torch.inference_mode(False), without_saved_tensor_hooks():
             open_dims = state.programs.opens(key, leaves)
+            if len(state.programs):
+                _log_new_inputs(names(), leaves, open_dims)
             executor = _compile(state, leaves, structure, open_dims)
         program = executor.compiled.program
         if program.decisions:
@@ -63,6 +66,17 @@ def executor_for(state: ModuleState, leaves: list[Any], structure: pytree.TreeSp
         state.programs.put(key, executor, program.sizes, program.decisions)
     state.latest = executor.compiled
     return executor
+
+
+def _log_new_inputs(names: Sequence[str], leaves: Sequence[Any], open_dims: bool) -> None:
+    """Say what a module that ran before is compiled again for: a step takes seconds, or minutes."""
+    tensors = (
+        f"{name} {str(leaf.dtype).removeprefix('torch.')}{[*leaf.shape]}"
+        for name, leaf in zip(names, leaves, strict=True)
+        if isinstance(leaf, Tensor)
+    )
+    sizes = ", with sizes left open: longer, but for all further ones" if open_dims else ""
+    LOG.info("no program yet for %s%s", ", ".join(tensors) or "these inputs", sizes)
 
 
 def shard_over_data(state: ModuleState) -> None:

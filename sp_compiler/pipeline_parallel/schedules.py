@@ -13,7 +13,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import _Action, _ComputationType
 from torch.torch_version import TorchVersion
 
-from sp_compiler.base.errors import ArgumentError, UnsupportedError
+from sp_compiler.base.errors import ArgumentError, UnsupportedError, expected_one_of
 
 FORWARD = _ComputationType.FORWARD
 FULL_BACKWARD = _ComputationType.FULL_BACKWARD
@@ -166,8 +166,7 @@ def schedule_of(
         UnsupportedError: this version of torch cannot run it.
     """
     if not isinstance(name, str) or name not in SCHEDULES:
-        allowed = ", ".join(map(repr, SCHEDULES))
-        raise ArgumentError(f"schedule={name!r}: expected one of {allowed}")
+        raise ArgumentError(f"schedule={name!r}: {expected_one_of(name, SCHEDULES, repr)}")
     schedule = SCHEDULES[name]
     if schedule.is_v and torch.__version__ < TorchVersion("2.12"):
         # Connecting neighbours, older ones let a rank send to itself, which gloo refuses.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 
 from torch.fx import Graph, Node
 
 from sp_compiler.base.autocast import without_autocast
+from sp_compiler.base.provenance import module_path
 from sp_compiler.base.storage import Storage
 from sp_compiler.cost.fused_kernels import fused_bytes
 from sp_compiler.cost.hardware import Hardware
@@ -28,8 +29,9 @@ from sp_compiler.cost.step_timeline import step_timeline
 from sp_compiler.cost.step_walk import SEED_BYTES
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.forward_backward import Partitioned, SavedTensor
+from sp_compiler.ir.fx import tensor_operands
 from sp_compiler.ir.op_traits import collective_of, is_view
-from sp_compiler.ir.program import Region
+from sp_compiler.ir.program import Ref, Region
 from sp_compiler.options import CompileOptions
 from sp_compiler.planning.call_memory import call_memories
 from sp_compiler.planning.costly_fallbacks import costly_fallbacks
@@ -42,7 +44,7 @@ from sp_compiler.planning.data import (
     Shared,
     Work,
 )
-from sp_compiler.planning.fallbacks import fallbacks
+from sp_compiler.planning.fallbacks import activations_of, fallbacks, is_attention_core
 from sp_compiler.planning.formula import KeptStorage, activation_formula
 from sp_compiler.planning.plan import Plan
 
@@ -90,7 +92,7 @@ def make_plan(compiled: CompiledProgram, options: CompileOptions, model_name: st
         work=replace(work, hidden_us=hidden_us),
         fallbacks=tuple(fallbacks(compiled)),
         costly_fallbacks=costly_fallbacks(compiled),
-        notes=tuple(dict.fromkeys(compiled.notes)),
+        notes=tuple(dict.fromkeys(_notes(compiled))),
         passes=tuple(compiled.reports),
         calls=tuple(_calls(compiled, memory, blocks)),
         parameters={
@@ -280,3 +282,43 @@ def _gradient_reduction(
     if not buckets:
         return ()
     return (Collective("all_reduce", len(buckets), sum(buckets.values())),)
+
+
+def _notes(compiled: CompiledProgram) -> Iterator[str]:
+    yield from compiled.notes
+    yield from _padding_notes(compiled)
+    yield from _output_notes(compiled)
+
+
+def _output_notes(compiled: CompiledProgram) -> Iterator[str]:
+    """Yield a note if there is nothing to train, as where a forward forgets to return its loss."""
+
+    def depends(ref: object) -> bool:
+        if not isinstance(ref, Ref) or ref.kind != "call":
+            return isinstance(ref, Ref) and ref.kind == "param"
+        region = compiled.program.calls[ref.index].region
+        return compiled.differentiable[region.name][ref.output]
+
+    if not any(map(depends, compiled.program.outputs)):
+        yield "nothing that the model returns depends on its parameters: there is no backward"
+
+
+def _padding_notes(compiled: CompiledProgram) -> Iterator[str]:
+    """Yield one line per distinct attention core that runs on padded heads."""
+    world_size = compiled.world_size
+    for region in compiled.program.regions:
+        activations = activations_of(region)
+        for node in region.module.graph.nodes:
+            # From the values and not from the parameters: a weight may be sharded along its other
+            # dim, while what it is multiplied with is padded.
+            heads = compiled.paddable.get((region.name, node.meta.get("source", node.name)))
+            if heads is None:
+                continue
+            placements = (x.meta.get("placement") for x in tensor_operands(node))
+            is_padded = any(p is not None and p.padding(world_size) for p in placements)
+            if is_padded and is_attention_core(node, activations):
+                yield (
+                    f"attention in {module_path(node) or 'the model'} of {region.name} runs on "
+                    f"{world_size * -(-heads // world_size)} heads: its {heads} do not divide by "
+                    f"{world_size} ranks and are padded"
+                )

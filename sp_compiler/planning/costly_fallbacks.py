@@ -28,7 +28,8 @@ class CostlyFallback:
     """A fallback that takes a large share of a step; see ``strict`` of :func:`sp_compiler.compile`.
 
     Attributes:
-        module: path of the module in the user's model, or the name of a parameter.
+        module: path of the module in the user's model, the line in the model's own forward, or the
+            name of a parameter.
         share: the replicated share, such as "31 % of the matrix FLOPs" or "an attention core".
         reason: why it is not sharded.
         advice: what to do about it.

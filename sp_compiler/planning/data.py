@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
-from sp_compiler.base.errors import ArgumentError, did_you_mean
+from sp_compiler.base.errors import ArgumentError, expected_one_of
 from sp_compiler.base.pass_report import PassReport
 from sp_compiler.cost.hardware import Hardware
 from sp_compiler.cost.node_cost import merged
@@ -296,8 +296,7 @@ class PlanData:
         """
         blocks = {block.name: block for block in self.blocks}
         if name not in blocks:
-            near = did_you_mean(name, blocks)
-            raise ArgumentError(f"block {name!r}: expected one of {', '.join(blocks)}{near}")
+            raise ArgumentError(f"block {name!r}: {expected_one_of(name, blocks)}")
         return blocks[name]
 
     def to_dict(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Node
 
-from sp_compiler.base.provenance import module_path
+from sp_compiler.base.provenance import module_path, source_line
 from sp_compiler.cost.node_cost import node_flops, product_flops, tensor_bytes
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.fx import (
@@ -37,8 +37,9 @@ _ATTENTION = _aten.scaled_dot_product_attention.default
 _SOFTMAX = frozenset({_aten.softmax.int, _aten._softmax.default, _aten._safe_softmax.default})
 _PRODUCTS = frozenset({*MATMULS, _aten.matmul.default, _ATTENTION})
 
-# The cost model replicates a small matrix (a LoRA factor, a classifier) because a collective takes
-# longer than the copy; only where the copies are a burden is its choice worth a word.
+# The cost model replicates a small matrix (a LoRA factor, a classifier) or a loss over few classes
+# because a collective takes longer than the copy; only where the copies are a burden is its choice
+# worth a word.
 _CHOICE_BYTES = 1 << 20
 
 
@@ -48,7 +49,8 @@ class Fallback:
 
     Attributes:
         subject: the parameter, or the operator and its module.
-        module: path of the module in the user's model, or the name of the parameter.
+        module: path of the module in the user's model, or the line in the model's own forward, or
+            the name of the parameter.
         reason: why it is not sharded.
         advice: what to do about it, "" if unknown.
         flops: matrix FLOPs of its forward in one step.
@@ -159,7 +161,8 @@ _ADVICE_OPERATOR = (
 
 
 def _other_tp(sizes: Iterable[int]) -> str:
-    return f"Choose a tp that divides one of {', '.join(map(str, dict.fromkeys(sizes)))}"
+    distinct = list(map(str, dict.fromkeys(sizes)))
+    return f"Choose a tp that divides {'one of ' * (len(distinct) > 1)}{', '.join(distinct)}"
 
 
 # Operators.
@@ -174,9 +177,7 @@ def _operators(compiled: CompiledProgram, region: Region) -> Iterator[Fallback]:
     """Return operators on activations without a rule, and matrix products of replicated factors."""
     alike: dict[str, list[Fallback]] = {}
     differentiable = _differentiable(region)
-    # Values that depend on the batch.
-    kinds = zip(region.placeholders, region.input_kinds, strict=True)
-    activations = descendants(node for node, kind in kinds if kind in ("call", "input"))
+    activations = activations_of(region)
     calls = [call for call in compiled.program.calls if call.region is region]
     asked = {
         node
@@ -187,25 +188,34 @@ def _operators(compiled: CompiledProgram, region: Region) -> Iterator[Fallback]:
         # What no gradient passes (positions, masks, indices) is small and replicated by design.
         if node.op != "call_function" or node not in differentiable or is_view(node):
             continue
-        has_rule = not _has_no_rule(node)
-        if not has_rule:
-            reason, advice = _why_no_rule(node)
-        elif node.target in _PRODUCTS and is_replicated(node):
-            reason, advice = _why_product(node, region, compiled)
-        else:
+        is_choice = _is_choice(node)
+        if is_choice and tensor_bytes(tensor_operands(node)[0].meta["val"]) < _CHOICE_BYTES:
             continue
-        path = module_path(node) or "(model)"
+        has_rule = is_choice or not _has_no_rule(node)
+        is_product = node.target in _PRODUCTS and is_replicated(node)
+        if has_rule and not is_choice and not is_product:
+            continue
+        is_attention = is_attention_core(node, activations)
+        if is_choice:
+            reason, advice = "sharding its classes costs more time than it saves", ""
+        elif not has_rule:
+            reason, advice = _why_no_rule(node)
+        else:
+            reason, advice = _why_product(node, region, compiled, is_attention=is_attention)
+        path, line = module_path(node), source_line(node)
         counts = is_replicated(node) and not any(
             source in asked for source in tensor_operands(node)
         )
+        # A path says where to look; the model's own forward is long, and needs the line.
+        at = f" ({line})" if line and not path else ""
         fallback = Fallback(
-            f"{node.target} in {path} of {region.name} runs replicated",
-            path,
+            f"{node.target} in {path or '(model)'} of {region.name} runs replicated{at}",
+            path or line or "(model)",
             reason,
             advice,
             # All layers that share the block: a step pays for each of them.
             flops=forward_flops(node) * len(calls) if counts else 0.0,
-            is_attention=counts and _is_attention(node, activations),
+            is_attention=counts and is_attention,
             has_rule=has_rule,
         )
         alike.setdefault(str(fallback), []).append(fallback)
@@ -219,21 +229,40 @@ def _operators(compiled: CompiledProgram, region: Region) -> Iterator[Fallback]:
         )
 
 
-def _why_product(node: Node, region: Region, compiled: CompiledProgram) -> tuple[str, str]:
+def _why_product(
+    node: Node, region: Region, compiled: CompiledProgram, *, is_attention: bool
+) -> tuple[str, str]:
     """Reason and advice for a matrix product that has a rule."""
     # Before looking at sizes: what the check refused divided well enough.
-    if (region.name, node.meta.get("source", node.name)) in compiled.replicated:
+    key = region.name, node.meta.get("source", node.name)
+    if key in compiled.replicated:
         advice = "Please report it with the note in plan.notes"
         return "how it would be sharded could not be proven", advice
-    factors = tensor_operands(node)[:2]
-    shapes = " x ".join(str(tuple(factor.meta["val"].shape)) for factor in factors)
-    world_size = compiled.world_size
-    reason = f"no way to shard {shapes} over {world_size} ranks divides, or none pays"
+    factors, world_size = tensor_operands(node)[:2], compiled.world_size
     sizes = list(factors[0].meta["val"].shape)
-    if node.target is _ATTENTION:  # heads, which stand at dim -3
-        sizes = sizes[-3:-2] or sizes
+    if is_attention and key in compiled.paddable:
+        return _why_not_padded(compiled.paddable[key], world_size, may_pad=True)
+    if node.target is _ATTENTION and len(sizes) > 3 and sizes[-3] % world_size:
+        return _why_not_padded(sizes[-3], world_size, may_pad=False)
+    shapes = " x ".join(str(tuple(factor.meta["val"].shape)) for factor in factors)
+    reason = f"no way to shard {shapes} over {world_size} ranks divides, or none pays"
     divides = any(size % world_size == 0 for size in sizes)
     return reason, _ADVICE_EXPLAIN if divides else _other_tp(sizes)
+
+
+def _why_not_padded(heads: int, world_size: int, *, may_pad: bool) -> tuple[str, str]:
+    """Reason and advice for an attention core whose heads do not divide.
+
+    ``may_pad``: whether it could run on padded heads, but something else was cheaper.
+    """
+    padded = world_size * -(-heads // world_size)
+    why = (
+        f"padding them to {padded} is estimated to cost more time and memory than it saves"
+        if may_pad
+        else "padding them could be wrong here, as it is under a mask that differs between heads"
+    )
+    reason = f"its {heads} heads do not divide by {world_size} ranks, and {why}"
+    return reason, f"{_other_tp([heads])}, or a number of heads that {world_size} divides"
 
 
 def _has_no_rule(node: Node) -> bool:
@@ -247,15 +276,19 @@ def _advice_of_rule(node: Node) -> str:
     return _ADVICE_OPERATOR if has_rule(node) else _ADVICE_RULE
 
 
+def _is_choice(node: Node) -> bool:
+    """Return whether a loss could run on sharded classes, but the cost model chose otherwise."""
+    return has_vocabulary(node) and _has_no_rule(node) and not vocabulary_obstacle(node)
+
+
 def _why_no_rule(node: Node) -> tuple[str, str]:
     """Reason and advice for an operator without a rule."""
     if node.target is _FUNCTION:
         name = function_name(arguments(node)["call"])
         return f"{name}, a torch.autograd.Function, is not pointwise", _ADVICE_OPERATOR
-    if not has_vocabulary(node):
-        return missing_rule(node, "it"), _advice_of_rule(node)
-    obstacle = vocabulary_obstacle(node)
-    return obstacle or "sharding its classes costs more time than it saves", ""
+    if has_vocabulary(node):
+        return vocabulary_obstacle(node), ""
+    return missing_rule(node, "it"), _advice_of_rule(node)
 
 
 def _differentiable(region: Region) -> set[Node]:
@@ -271,9 +304,19 @@ def _differentiable(region: Region) -> set[Node]:
     return descendants(sources)
 
 
-def _is_attention(node: Node, activations: set[Node]) -> bool:
+def activations_of(region: Region) -> set[Node]:
+    """Return the values that depend on the batch."""
+    kinds = zip(region.placeholders, region.input_kinds, strict=True)
+    return descendants(node for node, kind in kinds if kind in ("call", "input"))
+
+
+def is_attention_core(node: Node, activations: set[Node]) -> bool:
     """Return whether ``node`` is fused attention, or a product with the softmax of another
-    product."""
+    product.
+
+    Args:
+        activations: see :func:`activations_of`.
+    """
     if node.target is _ATTENTION:
         return True
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 
-from sp_compiler.base.errors import ArgumentError, SPCompilerError, did_you_mean
+from sp_compiler.base.errors import ArgumentError, SPCompilerError, expected_one_of
 from sp_compiler.compiler import build
 from sp_compiler.ir.hints import Parameters, parameters_of, unmatched
 from sp_compiler.options import CompileOptions, Options
@@ -98,8 +98,8 @@ def _parse(
     unknown = [name for name in options if name not in _OPTIONS]
     if unknown:
         raise ArgumentError(
-            f"options={{{', '.join(f'{name!r}: ...' for name in unknown)}}}: unknown; "
-            f"allowed are {', '.join(_OPTIONS)}{did_you_mean(unknown[0], _OPTIONS)}"
+            f"options={{{', '.join(f'{name!r}: ...' for name in unknown)}}}: "
+            f"{expected_one_of(unknown[0], _OPTIONS)}"
         )
     # Code behind a graph break is eager, and computes with what it gets as with any tensor.
     if options.get("outputs", "replicate") != "replicate":

@@ -173,7 +173,8 @@ def without_cache(model: nn.Module, *, asked: bool) -> Iterator[None]:
             configs[id(config)] = config
     # By rank 0 alone, for every rank has the same configuration. Other warnings are of the module
     # that a rank captures, which may be a stage that rank 0 does not have.
-    if (configs or asked) and not (dist.is_initialized() and dist.get_rank()):
+    is_missed = asked or (bool(configs) and _keeps_cache(model))
+    if is_missed and not (dist.is_initialized() and dist.get_rank()):
         _warn_once(model, "use_cache=True is ignored: a compiled model keeps no cache")
     for config in configs.values():
         config.use_cache = False
@@ -182,6 +183,19 @@ def without_cache(model: nn.Module, *, asked: bool) -> Iterator[None]:
     finally:
         for config in configs.values():
             config.use_cache = True
+
+
+def _keeps_cache(model: nn.Module) -> bool:
+    """Return whether a model with ``config.use_cache`` would return a cache."""
+    # The configuration of an encoder has use_cache=True as well, and is_decoder=False is that of
+    # many decoders; their attention knows. Layers without attention, such as Mamba's, say nothing.
+    flags = [
+        vars(module)[name]
+        for module in model.modules()
+        for name in ("is_causal", "is_decoder")
+        if name in vars(module)
+    ]
+    return any(flags) or not flags
 
 
 def _warn_once(model: nn.Module, message: str) -> None:

@@ -40,6 +40,14 @@ def with_a_tensor() -> Any:
     return nn.Linear(8, 8), torch.zeros(2, 8)
 
 
+def bare_inputs() -> Any:
+    """A model with inputs that are no (args, kwargs)."""
+    return Mlp(nn.ReLU()), torch.randn(4, 8)
+
+
+instance = nn.Linear(2, 2)
+
+
 def number() -> int:
     """No model."""
     return 3

@@ -48,7 +48,7 @@ def test_times_by_hand() -> None:
 
 
 def test_what_is_no_profile(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"hardware='b1000': expected one of .*'h100'"):
+    with pytest.raises(ArgumentError, match=r"hardware='b1000': .*expected one of .*'h100'"):
         CompileOptions(hardware="b1000")
     with pytest.raises(ArgumentError, match=r"hardware=100"):
         CompileOptions(hardware=100)  # type: ignore[arg-type]

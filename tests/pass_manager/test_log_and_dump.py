@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import sp_compiler
 from sp_compiler import ArgumentError, plan
 from sp_compiler.base.log import LOG
 
@@ -35,6 +36,22 @@ def test_a_line_for_each_pass_while_compiling(
         assert lines[0] == "sp_compiler: compiling Sequential for 2 ranks"
         assert sum(line.startswith("sp_compiler: export: ") for line in lines) == 1
         assert sum(line.startswith("sp_compiler: codegen: ") for line in lines) == 1
+
+
+def test_a_later_call_says_for_which_sizes_it_compiles(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SP_COMPILER_LOG", "info")
+    module = sp_compiler.compile(model, tp=1)
+    module(torch.randn(4, 8))
+    assert "no program yet" not in capsys.readouterr().err
+    module(torch.randn(6, 8))
+    first, second, *_ = capsys.readouterr().err.splitlines()
+    said = "sp_compiler: no program yet for input float32[6, 8], with sizes left open"
+    assert first.startswith(said)
+    assert second == "sp_compiler: compiling Sequential for 1 ranks"
+    module(torch.randn(9, 8))
+    assert not capsys.readouterr().err
 
 
 def test_a_level_that_does_not_exist(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -263,7 +263,7 @@ def test_a_v_goes_down_and_up() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("pipe", None, 2, 4), "schedule='pipe': expected one of '1f1b'"),
+        (("pipe", None, 2, 4), "schedule='pipe': did you mean 'gpipe'. expected one of '1f1b'"),
         (("1f1b", None, 4, 3), "microbatches=3: .* at least 4"),
         pytest.param(
             ("dualpipev", None, 2, 3), "microbatches=3: .* at least 4", marks=NEEDS_V_SCHEDULES

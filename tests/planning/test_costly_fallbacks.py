@@ -137,6 +137,32 @@ def test_every_model_of_the_zoo_shards(name: str) -> None:
     sp_compiler.plan(zoo.build(name), ((), zoo.inputs(name)), tp=4, strict=True)
 
 
+class _Classifier(nn.Module):
+    """Its last operators are in the model's own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention(fused=True)
+        self.classes = nn.Linear(_WIDTH, 5)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        logits = self.classes(twist(self.attention(x)))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def test_the_models_own_forward_is_named_by_its_line() -> None:
+    """But a loss over few classes, cheap on every rank, by no line at all."""
+    labels = torch.zeros(2, 8, dtype=torch.long)
+    found = sp_compiler.plan(_Classifier(), ((torch.randn(2, 8, _WIDTH), labels), {}), tp=2)
+    lines = [*found.fallbacks, *map(str, found.costly_fallbacks)]
+    assert not any("cross_entropy" in line or "classes costs" in line for line in lines)
+    (line,) = (line for line in found.fallbacks if "in (model) of" in line)
+    assert "runs replicated (test_costly_fallbacks.py:" in line
+    assert "twist(self.attention(x))" in line
+    (item,) = (item for item in found.costly_fallbacks if "(self.attention(x))" in item.module)
+    assert item.module.startswith("test_costly_fallbacks.py:")
+
+
 def _heard() -> dict[str, Any]:
     model = Model()
     with pytest.raises(UnsupportedError, match="attention core"):

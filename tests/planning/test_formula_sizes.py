@@ -89,6 +89,18 @@ def test_parts_and_what_they_make_together() -> None:
     assert text(sliced(whole, 32, 64)) == "v + w"
 
 
+def test_slices_make_their_dim_again() -> None:
+    """Also where one of them was found to be as long as a table: a part of each head is rotated."""
+    text = _Letters()
+    head, frequencies = unknown(16), unknown(4)
+    assert text(head) == "u"
+    rotated, rest = sliced(head, 0, 8), sliced(head, 8, 8)
+    unify(rotated, joined([frequencies, frequencies]))
+    assert text(rotated) == "2*v"
+    assert text(joined([rotated, rest])) == "u"
+    assert text(joined([rest, rotated])) != "u"
+
+
 def test_padded_rows_are_rounded_up() -> None:
     text = _Letters()
     rows = (*unknown(3), *unknown(11))

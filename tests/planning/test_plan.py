@@ -223,6 +223,20 @@ def test_fallbacks_say_why() -> None:
     assert "parameter inner.weight is replicated: (7x5) no dim divides by 2" in text
 
 
+class _Forgets(nn.Linear):
+    """Computes, and returns nothing."""
+
+    def forward(self, input: Tensor) -> None:  # type: ignore[override]
+        super().forward(input)
+
+
+@pytest.mark.parametrize(("model_class", "count"), [(_Forgets, 1), (nn.Linear, 0)])
+def test_a_model_without_a_backward_is_noted(model_class: type[nn.Linear], count: int) -> None:
+    model = model_class(4, 4)
+    notes = plan(model, ((torch.randn(2, 4),), {}), tp=2).notes
+    assert sum("there is no backward" in note for note in notes) == count
+
+
 def test_overlap_hides_a_part_of_the_communication() -> None:
     hidden, exposed = (_plan("plain", tp=2, overlap=each) for each in (True, False))
     assert exposed.work.hidden_us == pytest.approx(0, abs=1e-9)

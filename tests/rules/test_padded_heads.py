@@ -308,3 +308,32 @@ def test_two_ranks_train_three_heads_as_one(tmp_path: Path) -> None:
         torch.testing.assert_close(found["losses"], losses, rtol=1e-9, atol=0)
         torch.testing.assert_close(found["state"], dict(model.state_dict()), rtol=1e-8, atol=1e-9)
         assert found["loaded"][0] == pytest.approx(found["loaded"][1], rel=1e-12)
+
+
+@pytest.mark.parametrize("fused", ["", "split", "view"])
+def test_the_plan_names_padded_heads(fused: str) -> None:
+    found = sp_compiler.plan(_Loss(_Attention(3, fused=fused)), ((_input().float(),), {}), tp=2)
+    assert found.notes == (
+        "attention in body of Model runs on 4 heads: its 3 do not divide by 2 ranks and are padded",
+    )
+    assert not any("attention core" in item.share for item in found.costly_fallbacks)
+
+
+@pytest.mark.parametrize(
+    ("core", "why"),
+    [
+        ("fused, causal", "padding them to 4 is estimated to cost more time and memory than it"),
+        ("fused, masks of heads", "padding them could be wrong here, as it is under a mask"),
+    ],
+)
+@pytest.mark.parametrize("fused", ["", "split"])
+def test_the_warning_says_why_heads_are_not_padded(core: str, why: str, fused: str) -> None:
+    """With 3 wide heads a third more of each weight costs more than a replicated attention."""
+    cores = _PADDED | _NOT_PADDED
+    model = _Loss(_Attention(3, fused=fused, core=cores[core], width=48, depth=16))
+    x = torch.randn(2, 6, 48).requires_grad_()
+    found = sp_compiler.plan(model, ((x,), {}), tp=2)
+    assert not found.notes
+    (item,) = (item for item in found.costly_fallbacks if "attention core" in item.share)
+    assert f"its 3 heads do not divide by 2 ranks, and {why}" in item.reason
+    assert item.advice == "Choose a tp that divides 3, or a number of heads that 2 divides"

@@ -220,7 +220,7 @@ def test_parameter_changed_between_forward_and_backward_is_noticed() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"tensor_parallel": 2}, ArgumentError, r"'tensor_parallel'.*allowed are tp, .*, mesh"),
+        ({"tensor_parallel": 2}, ArgumentError, r"'tensor_parallel'.*expected one of tp, .*, mesh"),
         ({"outputs": "shard"}, ArgumentError, "'replicate'"),
         ({"recompute": "some"}, ArgumentError, "'selective'"),
         ({"recompute": "auto"}, ArgumentError, "memory_budget"),

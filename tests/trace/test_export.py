@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from sp_compiler.base.errors import CaptureError, UnsupportedError
 from sp_compiler.ir.captured import Captured
 from sp_compiler.ir.fx import is_call
 from sp_compiler.ir.program import Ref
-from sp_compiler.trace.environment import without_cache
 from sp_compiler.trace.export import capture, flatten_inputs
 from sp_compiler.verification.reference import ReferenceResult, run_captured
 from tests.models import architectures, zoo
@@ -372,18 +369,6 @@ def test_parameter_mutation_is_refused() -> None:
 
     with pytest.raises(UnsupportedError, match="only buffers may be written"):
         capture(Counts(), (torch.randn(2),))
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_rank_0_alone_says_that_there_is_no_cache(
-    rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_rank", lambda: rank)
-    model = zoo.build("llama", use_cache=True)
-    said = contextlib.nullcontext() if rank else pytest.warns(UserWarning, match="keeps no cache")
-    with said, without_cache(model, asked=True):
-        assert model.config.use_cache is False  # type: ignore[union-attr]
 
 
 def test_cache_and_checkpointing_warn_once_and_are_put_back() -> None:

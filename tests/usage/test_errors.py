@@ -227,7 +227,7 @@ def test_norms_in_halves_may_have_float32_weights() -> None:
         ({"example_inputs": batch()}, ArgumentError, r"expected \(args, kwargs\)"),
         ({"no_such_option": 1}, TypeError, "no_such_option"),
         ({"ep": 2}, TypeError, "unexpected keyword argument 'ep'"),
-        ({"recompue": "full"}, TypeError, r"compile\(model\).*did you mean 'recompute'"),
+        ({"recompue": "full"}, TypeError, r"did you mean 'recompute'\? .*compile\(model\)"),
         ({"exmaple_inputs": ()}, TypeError, "did you mean 'example_inputs'"),
     ],
 )

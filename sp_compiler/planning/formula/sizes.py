@@ -304,8 +304,8 @@ def joined(parts: Sequence[Dim]) -> Dim:
 
 def uncut(dim: Dim) -> Dim:
     """Return the dim that ``dim`` is a slice of, or itself."""
-    factors = resolved(dim)
-    return factors[0].cut[0] if len(factors) == 1 and factors[0].cut is not None else dim
+    cut = _cut_of(dim)
+    return dim if cut is None else cut[0]
 
 
 def _cut_from(parts: Sequence[Dim]) -> Dim | None:
@@ -314,12 +314,19 @@ def _cut_from(parts: Sequence[Dim]) -> Dim | None:
     source: Dim | None = None
     position = 0
     for part in parts:
-        cut = part_factors[0].cut if len(part_factors := resolved(part)) == 1 else None
+        cut = _cut_of(part)
         if cut is None or cut[1] != position or resolved(source or cut[0]) != resolved(cut[0]):
             return None
         source = cut[0]
         position += size_of(part)
     return source if source is not None and position == size_of(source) else None
+
+
+def _cut_of(dim: Dim) -> tuple[Dim, int] | None:
+    # Before it is resolved: the rotated part of a head was found to be as long as a table.
+    while len(dim) == 1 and dim[0].cut is None and isinstance(dim[0].meaning, Product):
+        dim = dim[0].meaning.dim
+    return dim[0].cut if len(dim) == 1 else None
 
 
 def sliced(dim: Dim, start: int, size: int) -> Dim:

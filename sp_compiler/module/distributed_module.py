@@ -22,6 +22,7 @@ from sp_compiler.module.dtensors.patches import (
     scan_whole_dims,
     step_local_parts,
 )
+from sp_compiler.module.dtensors.plain_operands import take_plain_operands
 from sp_compiler.module.inspection import Inspection
 from sp_compiler.module.module_tree import Layout, fill_mirror
 from sp_compiler.module.optimizer_state import show_true_state
@@ -106,6 +107,7 @@ class DistributedModule(Inspection, Weights):
             read_true_numbers()
             scan_whole_dims()
             step_local_parts()
+            take_plain_operands()
             write_through_views()
         layout = Layout(group)
         super().__init__(model, "", layout)

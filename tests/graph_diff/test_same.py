@@ -7,8 +7,10 @@ import itertools
 import pytest
 import torch
 from torch import nn
+from torch.fx import Graph
 
 from sp_compiler.graph_diff.diff import diff
+from sp_compiler.ir.snapshot import Snapshot
 from tests.models.architecture import DIVIDING
 from tests.models.architectures import build, inputs
 
@@ -49,3 +51,24 @@ def test_layers_that_are_called_twice_are_themselves(
         assert str(result) == "no difference"
         assert result.is_empty
         assert not result.counts
+
+
+def _unary(function: str) -> Graph:
+    graph = Graph()
+    operation = getattr(torch.ops.aten, function).default
+    graph.output((graph.call_function(operation, (graph.placeholder("x"),)),))
+    return graph
+
+
+def test_each_of_several_calls_of_a_layer_is_compared_with_its_own() -> None:
+    """A norm in training mode is called once more behind the layers, for its running statistics."""
+    layers = ("h.0", "h.1")
+    calls = [(path, name) for name in ("A", "A2") for path in layers]
+    first = Snapshot("", {"A": _unary("relu"), "A2": _unary("detach")}, calls)
+    assert diff(first, first).is_empty
+    # One more kind of layer, which takes the number of the second calls.
+    calls = [(path, name) for name in ("A", "A3") for path in layers]
+    graphs = {"A": _unary("relu"), "A2": _unary("gelu"), "A3": _unary("detach")}
+    result = diff(first, Snapshot("", graphs, [*calls, ("h.2", "A2")]))
+    assert result.calls == (("h.2", "", "A2"),)
+    assert [(section.name, section.kind) for section in result.sections] == [("A2", "inserted")]

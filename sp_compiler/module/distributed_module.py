@@ -251,7 +251,9 @@ class DistributedModule(Inspection, Weights):
         # Copies of what the last forward stored have no graph behind them, which cannot be copied.
         for module in (*self.modules(), *state.original.model.modules()):
             for leaf in pytree.tree_leaves(list(vars(module).values())):
-                if isinstance(leaf, Tensor) and not leaf.is_leaf:
+                if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter):
+                    continue
+                if not leaf.is_leaf:
                     memo[id(leaf)] = leaf.detach().clone()
         result: DistributedModule = super().__deepcopy__(memo)
         result._attach(state.copied(result, memo))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.torch_version import TorchVersion
 
 import sp_compiler
 from sp_compiler import ArgumentError, UnsupportedError
@@ -27,6 +28,9 @@ _PLACES: dict[str, Callable[[], Any]] = {
     "segments": lambda: segmented_shard(0, (4, 2)),
     "replicated": Replicate,
 }
+if torch.__version__ < TorchVersion("2.12"):
+    # Its DTensor has no rules for views and rows of segments.
+    del _PLACES["segments"]
 _START = torch.arange(-15, 15, dtype=torch.float64).view(6, 5)
 _FULL = torch.linspace(0.5, 2, 30, dtype=torch.float64).view(6, 5)
 _ROW, _COLUMN, _FEW = _FULL[0], _FULL[:, :1], _FULL[:2]
@@ -148,7 +152,7 @@ def _refused() -> dict[str, Any]:
             operation()
     over_data = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
     y = distribute_tensor(_START.clone(), over_data, [Shard(0)])
-    with pytest.raises(UnsupportedError, match=r"aten.sub.*axes \('dp_shard',\), whose ranks may"):
+    with pytest.raises(UnsupportedError, match=r"aten.sub.*dp_shard.*, whose ranks may"):
         y - _FULL
     with torch.no_grad():
         for write in (x.copy_, x.mul_):

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils import _pytree as pytree
 
-from sp_compiler.base.errors import ArgumentError, UnsupportedError
+from sp_compiler.base.errors import ArgumentError, SPCompilerError, UnsupportedError
 from sp_compiler.module.dtensors.gathered_views import write_whole
 from sp_compiler.runtime.mesh_axes import AXIS
 
@@ -116,6 +116,8 @@ def _write(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     _refuse_gradients(operation, plain)
     try:
         return write_whole(operation, args, kwargs)
+    except (SPCompilerError, torch.OutOfMemoryError):
+        raise
     except RuntimeError as error:
         parts = [x for x in tensors if isinstance(x, DTensor)]
         for operand, x in itertools.product(plain, parts):
@@ -136,10 +138,10 @@ def _read(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     if plain:
         _refuse_gradients(operation, plain)
         mesh = next(x.device_mesh for x in tensors if isinstance(x, DTensor))
-        if mesh.mesh_dim_names not in (None, (AXIS,)):
+        if mesh.ndim > 1 or mesh.mesh_dim_names not in (None, (AXIS,)):
             raise UnsupportedError(
                 f"{operation} of a plain tensor of shape {tuple(plain[0].shape)} and a DTensor "
-                f"over the axes {mesh.mesh_dim_names}, whose ranks may have data of their own: "
+                f"over {mesh}, whose ranks may have data of their own: "
                 f"{_WHAT_TO_DO}"
             )
         replicated = functools.partial(_replicated, mesh=mesh)

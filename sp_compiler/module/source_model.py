@@ -22,7 +22,10 @@ from sp_compiler.trace.environment import check_capturable
 
 _TAKEN = "_sp_compiler_taken"
 # What raises, since it would run without numbers, or be lost: eval() calls train().
-_RAISING = ("forward", "train")
+_RAISING = (
+    *("forward", "train", "register_forward_hook", "register_forward_pre_hook"),
+    *("register_full_backward_hook", "register_full_backward_pre_hook"),
+)
 # What may be read of its parameters. Not ``is_leaf``, which an optimizer asks for.
 _KNOWN = frozenset(
     (

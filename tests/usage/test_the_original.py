@@ -42,7 +42,8 @@ _USES: dict[str, Callable[[Any], object]] = {
     "init": lambda model: nn.init.normal_(model.lm_head.weight),
     "write": lambda model: model.lm_head.weight.data.zero_(),
     "freeze": lambda model: model.requires_grad_(False),
-    "hook": lambda model: model.lm_head.weight.register_hook(print),
+    "hook": lambda model: model.register_forward_hook(print),
+    "hook of a weight": lambda model: model.lm_head.weight.register_hook(print),
     "number": lambda model: model.lm_head.weight.sum().item(),
     "numpy": lambda model: model.lm_head.weight.detach().numpy(),
     "state_dict": lambda model: torch.save(model.state_dict(), io.BytesIO()),
@@ -51,6 +52,7 @@ _USES: dict[str, Callable[[Any], object]] = {
     "dtype": lambda model: model.to(torch.float64),
     "device": lambda model: model.cpu(),
     "to_empty": lambda model: model.to_empty(device="cpu"),
+    "plan": lambda model: sp_compiler.plan(model, ((_IDS,), {}), tp=2),
     "diff": lambda model: sp_compiler.diff(model, model, example_inputs=((_IDS,), {})),
 }
 

@@ -6,6 +6,7 @@ different names and different spellings of the same call do not count.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from difflib import SequenceMatcher
@@ -130,11 +131,14 @@ def _is_elsewhere(name: str, match: str, first: Snapshot, second: Snapshot) -> b
 
 def _in_same_layer(name: str, stage: Snapshot, other: Snapshot) -> str:
     """Name of the graph of ``other`` in the first layer that uses the graph ``name``, or ""."""
-    region, paths = region_of(name), stage.paths(name)
-    calls = dict(other.calls)
+    region, there = region_of(name), other.region_by_place()
     # What is outside of layers has no path that would tell it apart.
-    counterpart = next((calls[path] for path in paths if path and path in calls), "")
-    return f"{counterpart}{name.removeprefix(region)}" if counterpart else ""
+    places = [place for place in _places(stage, region, name) if place[0] and place in there]
+    return f"{there[places[0]]}{name.removeprefix(region)}" if places else ""
+
+
+def _places(stage: Snapshot, *regions: str) -> list[tuple[str, int]]:
+    return [place for place, region in stage.region_by_place().items() if region in regions]
 
 
 def _section(name: str, count: int, old: Graph | None, new: Graph | None) -> Section | None:
@@ -186,14 +190,16 @@ def _call_changes(first: Snapshot, second: Snapshot) -> Iterator[tuple[str, str,
 
 def _numbered_like(stage: Snapshot, other: Snapshot) -> Snapshot:
     """Return ``stage`` with the numbers of ``other`` for kinds of layers in the same places."""
-    there = dict(other.calls)
+    there = other.region_by_place()
 
+    @functools.cache
     def name_in_other(name: str) -> str:
         # One more kind of layer renames those behind it, which says nothing about them.
-        paths = stage.paths(name)
-        now = there.get(paths[0], name)
-        same = all(paths) and paths == other.paths(now) and _unnumbered(now) == _unnumbered(name)
-        return now if same else name
+        places = _places(stage, name)
+        now = there.get(places[0], name)
+        in_layers = all(path for path, _ in places)
+        same = places == _places(other, now) and _unnumbered(now) == _unnumbered(name)
+        return now if in_layers and same else name
 
     return stage.renamed([name_in_other(name) for _, name in stage.calls])
 

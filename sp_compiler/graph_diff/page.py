@@ -9,7 +9,7 @@ from jinja2 import Environment, StrictUndefined
 
 from sp_compiler.base.placement import legend_of
 from sp_compiler.base.units import bytes_text
-from sp_compiler.graph_diff.data import KINDS, Entry, Equal, Kind, Repeat, Section, Totals
+from sp_compiler.graph_diff.data import KINDS, Entry, Equal, Repeat, Section, Totals
 from sp_compiler.graph_diff.folding import folded
 from sp_compiler.graph_diff.text import Calls, call_lines, repeat_text, section_title, summary_lines
 
@@ -18,7 +18,7 @@ def page(
     sections: Sequence[Section],
     calls: Calls,
     totals: tuple[Totals, Totals],
-    counts: Mapping[Kind, int],
+    counts: Mapping[str, int],
     context: int | None,
 ) -> str:
     """The text of the page."""

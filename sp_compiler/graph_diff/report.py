@@ -17,7 +17,6 @@ from sp_compiler.graph_diff.data import (
     KINDS,
     Change,
     Entry,
-    Kind,
     NodeInfo,
     Section,
     Summary,
@@ -53,18 +52,21 @@ class GraphDiff:
 
     @property
     def is_empty(self) -> bool:
+        """Whether there is no difference; :attr:`counts` is empty then, and only then."""
         return not self.sections and not self.calls
 
     @property
-    def counts(self) -> dict[Kind, int]:
-        """Number of nodes of each kind, in the graphs that differ, each graph counted once.
+    def counts(self) -> dict[str, int]:
+        """Number of nodes of each kind, in the graphs that differ, each graph counted once, and
+        ``"calls"``, the number of calls that changed.
 
         A node with several changed properties counts in several kinds.
         """
-        kinds = Counter(
+        kinds: Counter[str] = Counter(
             kind for section in self.sections for entry in section.nodes for kind in entry.kinds
         )
-        return {kind: kinds[kind] for kind in KINDS if kinds[kind]}
+        kinds["calls"] = len(self.calls)
+        return {kind: kinds[kind] for kind in (*KINDS, "calls") if kinds[kind]}
 
     def __str__(self) -> str:
         return self.to_text()

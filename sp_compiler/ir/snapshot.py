@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
@@ -133,6 +134,15 @@ class Snapshot:
         """Return the paths of the layers that use the graph."""
         region = region_of(graph_name)
         return [path for path, name in self.calls if name in (region, graph_name)]
+
+    def region_by_place(self) -> dict[tuple[str, int], str]:
+        """Return the region of each call by (path of its layer, number of earlier calls there)."""
+        num_calls: Counter[str] = Counter()
+        regions = {}
+        for path, region in self.calls:
+            regions[path, num_calls[path]] = region
+            num_calls[path] += 1
+        return regions
 
 
 class Stages(dict[str, Snapshot]):

@@ -22,6 +22,7 @@ from sp_compiler.module.dtensors.patches import (
     scan_whole_dims,
     step_local_parts,
 )
+from sp_compiler.module.dtensors.plain_operands import take_plain_operands
 from sp_compiler.module.inspection import Inspection
 from sp_compiler.module.module_tree import Layout, fill_mirror
 from sp_compiler.module.optimizer_state import show_true_state
@@ -106,6 +107,7 @@ class DistributedModule(Inspection, Weights):
             read_true_numbers()
             scan_whole_dims()
             step_local_parts()
+            take_plain_operands()
             write_through_views()
         layout = Layout(group)
         super().__init__(model, "", layout)
@@ -249,7 +251,9 @@ class DistributedModule(Inspection, Weights):
         # Copies of what the last forward stored have no graph behind them, which cannot be copied.
         for module in (*self.modules(), *state.original.model.modules()):
             for leaf in pytree.tree_leaves(list(vars(module).values())):
-                if isinstance(leaf, Tensor) and not leaf.is_leaf:
+                if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter):
+                    continue
+                if not leaf.is_leaf:
                     memo[id(leaf)] = leaf.detach().clone()
         result: DistributedModule = super().__deepcopy__(memo)
         result._attach(state.copied(result, memo))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from sp_compiler.base.errors import ArgumentError
+from sp_compiler.base.errors import ArgumentError, did_you_mean
 from sp_compiler.base.placement import I, Placement
 from sp_compiler.module.module_tree import MirrorModule
 from sp_compiler.module.parameters import own_part
@@ -26,6 +25,7 @@ from sp_compiler.runtime.rank_checks import RankAgreement, fingerprints
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_MOST_NAMES = 10  # in an error
 
 
 class Checkpoint:
@@ -228,13 +228,25 @@ def load_pretrained(
 
 
 def _submodule(module: nn.Module, prefix: str) -> nn.Module:
+    """Return the module ``prefix`` of the model.
+
+    Raises:
+        ArgumentError: there is none; the error names those where the path ends.
+    """
     try:
         return module.get_submodule(prefix)
     except AttributeError as error:
-        names = [name for name, _ in module.named_modules() if name]
-        near = difflib.get_close_matches(prefix, names, n=3) or names[:3]
+        known = [name for name, _ in module.named_modules() if name]
+        parent = prefix
+        while parent and parent not in known:
+            parent = parent.rpartition(".")[0]
+        inside = [name for name, _ in module.get_submodule(parent).named_children()]
+        listed = ", ".join(f"{parent}.{name}" if parent else name for name in inside[:_MOST_NAMES])
+        more = ", ..." if len(inside) > _MOST_NAMES else ""
         raise ArgumentError(
-            f"prefix={prefix!r}: the model has no module of that name; near are {', '.join(near)}"
+            f"prefix={prefix!r}: the model has no module of that name; the modules of "
+            f"{repr(parent) if parent else 'the model'} are {listed or '(none)'}{more}"
+            f"{did_you_mean(prefix, known)}"
         ) from error
 
 

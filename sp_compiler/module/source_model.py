@@ -21,6 +21,20 @@ from sp_compiler.module.parameters import optimizers_of
 from sp_compiler.trace.environment import check_capturable
 
 _TAKEN = "_sp_compiler_taken"
+# What raises, since it would run without numbers, or be lost: eval() calls train().
+_RAISING = (
+    *("forward", "train", "register_forward_hook", "register_forward_pre_hook"),
+    *("register_full_backward_hook", "register_full_backward_pre_hook"),
+)
+# What may be read of its parameters. Not ``is_leaf``, which an optimizer asks for.
+_KNOWN = frozenset(
+    (
+        *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad", "nbytes"),
+        *("itemsize", "is_meta", "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_nested"),
+        *("size", "dim", "numel", "nelement", "element_size", "stride", "get_device", "__len__"),
+        *("is_floating_point", "is_complex", "is_contiguous"),
+    )
+)
 
 
 def check_not_taken(model: nn.Module) -> None:
@@ -68,8 +82,43 @@ def _check_parts_not_taken(model: nn.Module) -> None:
             )
 
 
+class TakenParameter(nn.Parameter):
+    """A parameter of the model after its compilation: all that is known but the numbers.
+
+    On ``meta`` alone it would do worse than raise: an optimizer trains nothing, a ``state_dict`` is
+    saved without numbers, a layer of the model computes what happens to be in memory.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        name = func.__name__
+        if name == "__get__":  # of an attribute
+            name = func.__self__.__name__  # type: ignore[attr-defined]
+        if name not in _KNOWN:
+            _raise_taken()
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"TakenParameter(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TakenParameter:
+        result = memo[id(self)] = _taken_parameter(self)
+        vars(result).update(vars(self))
+        return result
+
+
+def _taken_parameter(parameter: Tensor) -> TakenParameter:
+    return TakenParameter(_plain(parameter), parameter.requires_grad)
+
+
 class Original:
-    """A model whose parameters are on ``meta`` and whose forward raises.
+    """A model that raises when it is called, and when its parameters are, but for their metadata.
 
     Args:
         model: the model to take over; its parameters are replaced.
@@ -78,18 +127,17 @@ class Original:
 
     def __init__(self, model: nn.Module, mirror: nn.Module) -> None:
         self.model = model
-        self._own_forward = vars(model).get("forward")
+        self._own = {name: vars(model)[name] for name in _RAISING if name in vars(model)}
         # On the objects, not in a list: a mark goes when its model goes.
         vars(model)[_TAKEN] = True
         for parameter in model.parameters():
             setattr(parameter, _TAKEN, True)
-        self._install(mirror, lambda parameter: torch.empty_like(_plain(parameter), device="meta"))
-        model.forward = _raise_taken
+        self._put_to_sleep(mirror)
 
     @property
     def forward(self) -> Callable[..., Any]:
         """The model's own forward, which is hidden except during capture."""
-        return self._own_forward or MethodType(type(self.model).forward, self.model)
+        return self._own.get("forward") or MethodType(type(self.model).forward, self.model)
 
     def check_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise :class:`ArgumentError` for arguments that the model's forward does not take."""
@@ -121,9 +169,7 @@ class Original:
         modes = [module.training for module in model.modules()]
         # Inside: there may be no memory even for this, and the model must be put to sleep again.
         try:
-            del model.forward
-            if self._own_forward is not None:
-                model.forward = self._own_forward
+            self._restore_methods()
             # The user switches the mirror to train or eval, and its buffers are written back.
             for module, twin in zip(model.modules(), mirror.modules(), strict=True):
                 module.training = twin.training
@@ -139,22 +185,26 @@ class Original:
             )
             yield model
         finally:
-            self._install(
-                mirror, lambda parameter: torch.empty_like(_plain(parameter), device="meta")
-            )
+            self._put_to_sleep(mirror)
             for module, mode in zip(model.modules(), modes, strict=True):
                 module.training = mode
-            model.forward = _raise_taken
 
     def give_back(self, mirror: nn.Module) -> None:
         """Restore the model, with the unsharded parameters of ``mirror``."""
         self._install(mirror, _unsharded_parameter)
-        del self.model.forward
-        if self._own_forward is not None:
-            self.model.forward = self._own_forward
+        self._restore_methods()
         del vars(self.model)[_TAKEN]
         for parameter in self.model.parameters():
             vars(parameter).pop(_TAKEN, None)
+
+    def _put_to_sleep(self, mirror: nn.Module) -> None:
+        self._install(mirror, _taken_parameter)
+        vars(self.model).update(dict.fromkeys(_RAISING, _raise_taken))
+
+    def _restore_methods(self) -> None:
+        for name in _RAISING:
+            del vars(self.model)[name]
+        vars(self.model).update(self._own)
 
     def _install(self, mirror: nn.Module, make: Any) -> None:
         """Replace every parameter of the model by ``make(the mirror's parameter)``, preserving
@@ -274,6 +324,9 @@ def _call_with_few_arguments(face: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _raise_taken(*args: Any, **kwargs: Any) -> NoReturn:
     raise UnsupportedError(
-        "this model was compiled by sp_compiler and its parameters belong to the compiled module; "
-        "call the module that sp_compiler.compile returned"
+        "this model was compiled by sp_compiler and its parameters belong to the module that "
+        "sp_compiler.compile returned. Use that instead: call it, train and evaluate it, give its "
+        "parameters() to the optimizer, save its full_state_dict(), load with its "
+        "load_state_dict() or load_pretrained(). Changes of the model itself, such as "
+        "resize_token_embeddings(), come before the compilation"
     )

@@ -125,10 +125,11 @@ def _metrics_on_logits(module: Any, model: nn.Module) -> None:
         assert type(result) is Tensor
         torch.testing.assert_close(result, metric(expected), rtol=1e-6, atol=1e-8)
     np.testing.assert_allclose(logits.numpy(), expected.numpy(), rtol=1e-8, atol=1e-10)
-    _full(logits.mul_(2))
-    torch.testing.assert_close(_full(logits), 2 * expected, rtol=1e-10, atol=1e-12)
+    for each in outputs:
+        each.mul_(2).put_(torch.tensor([0]), torch.ones(1).double())
+    torch.testing.assert_close(_full(logits), expected, rtol=1e-10, atol=1e-12)
     with pytest.raises(UnsupportedError, match="full_tensor"):
-        logits.put_(torch.tensor([0]), torch.ones(1).double())
+        logits.transpose_(0, 1)
     with pytest.raises(RuntimeError, match="size"):  # torch's own words for a mistake
         logits + torch.zeros(3)
     for one in (module, model):

@@ -327,6 +327,7 @@ def test_another_region_in_a_layer_shows() -> None:
     second = Snapshot("", graphs, [("h.0", "A"), ("h.1", "B"), ("h.2", "B"), ("h.3", "B")])
     result = diff(first, second)
     assert result.calls == (("h.1", "A", "B"), ("h.3", "", "B"))
+    assert result.counts == {"calls": 2}
     assert str(result) == "~ call h.1: A -> B\n~ call h.3: none -> B"
 
 
@@ -338,7 +339,7 @@ def test_a_kind_of_layer_that_got_another_number_is_compared_with_itself() -> No
     result = diff(first, Snapshot("", graphs, [("h.0", "A"), ("h.1", "A2"), ("h.2", "A3")]))
     assert [section.name for section in result.sections] == ["A2 (was A)"]
     assert result.calls == (("h.1", "A", "A2"),)
-    assert set(result.counts) == {"replaced", "unchanged"}
+    assert set(result.counts) == {"replaced", "unchanged", "calls"}
     # Layers that the other side has not got are told by name alone.
     assert not diff(first, Snapshot("", first.graphs, [("x.0", "A"), ("x.1", "A2")])).sections
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
+import torch
+from torch import nn
+from torch.fx import Graph
 
 from sp_compiler.graph_diff.diff import diff
+from sp_compiler.ir.snapshot import Snapshot
 from tests.models.architecture import DIVIDING
 from tests.models.architectures import build, inputs
 
@@ -19,3 +25,50 @@ def test_a_model_is_itself(name: str) -> None:
     model = build(name, DIVIDING)
     result = diff(model, model, example_inputs=((), inputs(name, DIVIDING)))
     assert result.is_empty
+
+
+def _convolutions(*sizes: int) -> nn.Sequential:
+    """Norms whose running statistics leave the layer in calls of their own, and dropouts."""
+    layers = [
+        nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(), nn.Dropout(0.1))
+        for a, b in itertools.pairwise(sizes)
+    ]
+    flat = [layer for block in layers for layer in block]
+    return nn.Sequential(*flat, nn.Flatten(), nn.LazyLinear(3))
+
+
+@pytest.mark.parametrize("sizes", [(3, 8, 8), (3, 8, 8, 4, 4)])
+@pytest.mark.parametrize("training", [True, False])
+def test_layers_that_are_called_twice_are_themselves(
+    sizes: tuple[int, ...], training: bool
+) -> None:
+    x = torch.randn(2, 3, 6, 6)
+    model = _convolutions(*sizes)
+    model(x)
+    model.train(training)
+    for _ in range(3):
+        result = diff(model, model, example_inputs=((x,), {}))
+        assert str(result) == "no difference"
+        assert result.is_empty
+        assert not result.counts
+
+
+def _unary(function: str) -> Graph:
+    graph = Graph()
+    operation = getattr(torch.ops.aten, function).default
+    graph.output((graph.call_function(operation, (graph.placeholder("x"),)),))
+    return graph
+
+
+def test_each_of_several_calls_of_a_layer_is_compared_with_its_own() -> None:
+    """A norm in training mode is called once more behind the layers, for its running statistics."""
+    layers = ("h.0", "h.1")
+    calls = [(path, name) for name in ("A", "A2") for path in layers]
+    first = Snapshot("", {"A": _unary("relu"), "A2": _unary("detach")}, calls)
+    assert diff(first, first).is_empty
+    # One more kind of layer, which takes the number of the second calls.
+    calls = [(path, name) for name in ("A", "A3") for path in layers]
+    graphs = {"A": _unary("relu"), "A2": _unary("gelu"), "A3": _unary("detach")}
+    result = diff(first, Snapshot("", graphs, [*calls, ("h.2", "A2")]))
+    assert result.calls == (("h.2", "", "A2"),)
+    assert [(section.name, section.kind) for section in result.sections] == [("A2", "inserted")]

@@ -229,9 +229,7 @@ def test_example_inputs_compile_at_once() -> None:
 def test_the_original_belongs_to_the_compiled_module() -> None:
     model = net()
     module: Any = sp_compiler.compile(model, tp=1)
-    with pytest.raises(
-        UnsupportedError, match=r"call the module that sp_compiler\.compile returned"
-    ):
+    with pytest.raises(UnsupportedError, match=r"that sp_compiler\.compile returned.*: call it"):
         model(batch())
     with pytest.raises(ArgumentError, match="compiled before"):
         sp_compiler.compile(model, tp=1)

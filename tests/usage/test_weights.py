@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -152,8 +153,15 @@ def test_a_part_of_the_model_from_a_checkpoint(tmp_path: Path) -> None:
         torch.testing.assert_close(module(ids), model(ids))
         module.load_state_dict(_Classifier().state_dict())
         module.head.load_state_dict(model.head.state_dict())
-    with pytest.raises(ArgumentError, match=r"prefix='encode'.*near are encoder"):
-        module.load_pretrained(tmp_path / "0", prefix="encode")
+    layers = "encoder.encoder.layer.0, encoder.encoder.layer.1"
+    for prefix, said in (
+        ("encode", "of the model are encoder, head; did you mean 'encoder'?"),
+        ("transformer_blocks", "of the model are encoder, head"),
+        ("head.bert", "of 'head' are (none)"),
+        ("encoder.encoder.layer.7.x", f"of 'encoder.encoder.layer' are {layers}"),
+    ):
+        with pytest.raises(ArgumentError, match=f"prefix='{prefix}'.*{re.escape(said)}"):
+            module.load_pretrained(tmp_path / "0", prefix=prefix)
     with pytest.raises(ArgumentError, match=r"encoder\.embeddings.*prefix="):
         module.load_pretrained(tmp_path / "0")
 

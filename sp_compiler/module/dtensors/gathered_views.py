@@ -33,7 +33,11 @@ _GATHERING = tuple(
 # or an error, as for ``weight[rows] = 0``.
 _WRITTEN_WHOLE = tuple(
     getattr(torch.ops.aten, name)
-    for name in ("index_add_", "index_copy_", "index_fill_", "index_put_", "eye")
+    for name in (
+        *("index_add_", "index_copy_", "index_fill_", "index_put_", "masked_scatter_", "put_"),
+        *("scatter_", "scatter_add_", "scatter_reduce_", "cumprod_", "cumsum_", "renorm_"),
+        *("tril_", "triu_", "eye", "_foreach_copy_"),
+    )
 )
 _View = Callable[[Tensor], Tensor]
 

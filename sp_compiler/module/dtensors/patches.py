@@ -19,7 +19,7 @@ with equal seeds, on a CPU, all parts are equal. Here the full tensor is drawn, 
 and every rank keeps its part.
 
 ``if mask.any()`` and ``weight.sum().item()`` read the summand of this rank where the result is not
-summed over the ranks yet.
+summed over the ranks yet. ``torch.allclose`` it has not.
 
 ``torch.nn.utils.clip_grad_norm_`` returns a DTensor, and ``f"{norm:.3f}"`` of one is a TypeError.
 
@@ -84,10 +84,11 @@ def draw_whole_tensors() -> None:
 
 @functools.cache
 def read_true_numbers() -> None:
-    """Make ``bool``, ``int``, ``float`` and ``item()`` of a DTensor sum it up first, for the
-    process."""
+    """Make ``bool``, ``int``, ``float`` and ``item()`` of a DTensor sum it up first, and
+    ``torch.allclose`` read it, for the process."""
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    handlers[torch.ops.aten._local_scalar_dense.default] = _read_number
+    for operation in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.allclose.default):
+        handlers[operation] = _read_number
 
 
 @functools.cache
@@ -187,7 +188,7 @@ def _draw_whole(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def _read_number(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return operation(_full(args[0]), **kwargs)
+    return operation(*map(_full, args), **kwargs)
 
 
 def _full(value: Any) -> Any:

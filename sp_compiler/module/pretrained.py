@@ -244,9 +244,8 @@ def _submodule(module: nn.Module, prefix: str) -> nn.Module:
         listed = ", ".join(f"{parent}.{name}" if parent else name for name in inside[:_MOST_NAMES])
         more = ", ..." if len(inside) > _MOST_NAMES else ""
         raise ArgumentError(
-            f"prefix={prefix!r}: the model has no module of that name; the modules of "
-            f"{repr(parent) if parent else 'the model'} are {listed or '(none)'}{more}"
-            f"{did_you_mean(prefix, known)}"
+            f"prefix={prefix!r}: the model has no module of that name; {did_you_mean(prefix, known)}"
+            f"the modules of {repr(parent) if parent else 'the model'} are {listed or '(none)'}{more}"
         ) from error
 
 

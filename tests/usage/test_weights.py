@@ -155,7 +155,7 @@ def test_a_part_of_the_model_from_a_checkpoint(tmp_path: Path) -> None:
         module.head.load_state_dict(model.head.state_dict())
     layers = "encoder.encoder.layer.0, encoder.encoder.layer.1"
     for prefix, said in (
-        ("encode", "of the model are encoder, head; did you mean 'encoder'?"),
+        ("encode", "did you mean 'encoder'? the modules of the model are encoder, head"),
         ("transformer_blocks", "of the model are encoder, head"),
         ("head.bert", "of 'head' are (none)"),
         ("encoder.encoder.layer.7.x", f"of 'encoder.encoder.layer' are {layers}"),

@@ -243,9 +243,10 @@ def _submodule(module: nn.Module, prefix: str) -> nn.Module:
         inside = [name for name, _ in module.get_submodule(parent).named_children()]
         listed = ", ".join(f"{parent}.{name}" if parent else name for name in inside[:_MOST_NAMES])
         more = ", ..." if len(inside) > _MOST_NAMES else ""
+        where = repr(parent) if parent else "the model"
         raise ArgumentError(
-            f"prefix={prefix!r}: the model has no module of that name; {did_you_mean(prefix, known)}"
-            f"the modules of {repr(parent) if parent else 'the model'} are {listed or '(none)'}{more}"
+            f"prefix={prefix!r}: the model has no module of that name; "
+            f"{did_you_mean(prefix, known)}the modules of {where} are {listed or '(none)'}{more}"
         ) from error
 
 

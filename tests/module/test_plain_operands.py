@@ -236,6 +236,11 @@ def _refused() -> dict[str, Any]:
     for operation in (lambda: x * trained, lambda: (x * 1).copy_(trained), lambda: x * 1 * trained):
         with pytest.raises(UnsupportedError, match=r"requires a gradient.*full_tensor\(\)"):
             operation()
+    waits = (x * x).sum()
+    x.data = 2 * x.data
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        waits.backward()
+    x.data = x.data / 2
     over_data = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
     y = distribute_tensor(_START.clone(), over_data, [Shard(0)])
     with pytest.raises(UnsupportedError, match=r"aten.sub.*dp_shard.*, whose ranks may"):

@@ -235,6 +235,9 @@ def _set_data(self: DTensor, value: Tensor) -> None:
             "write the values: parameter.data.copy_(values)"
         )
     self._local_tensor = part
+    # A backward of before would read the new numbers: it raises, as after any write.
+    if not self.is_inference():
+        torch.autograd.graph.increment_version(self)
 
 
 def _part_like(x: DTensor, value: Tensor) -> Tensor:

@@ -100,7 +100,8 @@ class DistributedModule(Inspection, Weights):
     ) -> None:
         # Everything that may refuse comes before the first storage changes hands.
         check_not_taken(model)
-        if group.mesh is not None or group.grid is not None:
+        # FSDP makes DTensors without "tp" too.
+        if group.mesh is not None or group.data.mesh is not None:
             check_sharded_gradients_first()
             draw_whole_tensors()
             format_as_numbers()

@@ -293,14 +293,14 @@ def _notes(compiled: CompiledProgram) -> Iterator[str]:
 def _output_notes(compiled: CompiledProgram) -> Iterator[str]:
     """Yield a note if there is nothing to train, as where a forward forgets to return its loss."""
 
-    def depends(ref: object) -> bool:
+    def has_gradient(ref: object) -> bool:
         if not isinstance(ref, Ref) or ref.kind != "call":
             return isinstance(ref, Ref) and ref.kind == "param"
         region = compiled.program.calls[ref.index].region
         return compiled.differentiable[region.name][ref.output]
 
-    if not any(map(depends, compiled.program.outputs)):
-        yield "nothing that the model returns depends on its parameters: there is no backward"
+    if not any(map(has_gradient, compiled.program.outputs)):
+        yield "nothing that the model returns has a gradient: there is no backward"
 
 
 def _padding_notes(compiled: CompiledProgram) -> Iterator[str]:

@@ -275,3 +275,29 @@ def test_fsdp_as_users_call_it() -> None:
     ranks = run_on_ranks(4, _all)
     for check in _CHECKS:
         result(ranks, check.__name__)
+
+
+def _written(*, with_fsdp: bool) -> dict[str, Tensor]:
+    """Parameters after writes into rows, of plain tensors and of what they were."""
+    module: Any = net()
+    if with_fsdp:
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_shard", "tp"))
+        module = sp_compiler.compile(module, mesh=mesh, example_inputs=((_own(mesh, batch()),), {}))
+        module(_own(mesh, batch()))
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter[0] = 3.0
+            parameter.mul_(torch.linspace(1, 2, parameter.numel()).view(parameter.shape))
+            parameter.data += 1
+    return {name: whole(parameter) for name, parameter in module.named_parameters()}
+
+
+def _written_with_fsdp() -> dict[str, Tensor]:
+    return _written(with_fsdp=True)
+
+
+@pytest.mark.slow
+def test_writes_without_tensor_parallelism_are_those_of_one_device() -> None:
+    expected = _written(with_fsdp=False)
+    for written in run_on_ranks(2, _written_with_fsdp):
+        torch.testing.assert_close(written, expected, rtol=1e-15, atol=0)

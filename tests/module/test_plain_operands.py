@@ -20,6 +20,7 @@ from sp_compiler.module.dtensors.gathered_views import write_through_views
 from sp_compiler.module.dtensors.patches import read_true_numbers
 from sp_compiler.module.dtensors.plain_operands import take_plain_operands
 from sp_compiler.module.segmented_shard import segmented_shard
+from sp_compiler.runtime.mesh_axes import AXIS
 from tests.helpers.ranks import run_on_ranks
 
 _PLACES: dict[str, Callable[[], Any]] = {
@@ -94,6 +95,13 @@ def _into_plain(x: Tensor) -> Tensor:
     return written.sub_(x, alpha=0.5)
 
 
+def _into_number(x: Tensor) -> Tensor:
+    numbers = torch.zeros(2, dtype=x.dtype)
+    numbers[1] = x.sum()
+    numbers[0].sub_(x[0].sum())
+    return numbers
+
+
 _READS: dict[str, Callable[[Tensor], Any]] = {
     "difference": lambda x: x - _FULL,
     "difference of a row": lambda x: _ROW - x,
@@ -108,9 +116,11 @@ _READS: dict[str, Callable[[Tensor], Any]] = {
     "allclose": lambda x: torch.allclose(x, _FULL),
     "allclose to itself": lambda x: torch.allclose(_START, x),
     "isclose": lambda x: torch.isclose(x, _START + 1e-9),
+    "masked_fill": lambda x: x.masked_fill(_MASK, 2.0),
     "rows": lambda x: x[_ROWS],
     "selected rows": lambda x: x.index_select(0, _ROWS),
     "into a plain tensor": _into_plain,
+    "into a number": _into_number,
 }
 
 
@@ -118,6 +128,82 @@ def _install() -> None:
     read_true_numbers()
     write_through_views()
     take_plain_operands()
+
+
+# Those that a gradient passes, rows twice.
+_DIFFERENTIABLE: dict[str, Callable[[Tensor], Tensor]] = {
+    "difference": lambda x: x - _FULL,
+    "product": lambda x: x * torch.stack([_FULL, 2 * _FULL]),
+    "quotient": lambda x: _FULL / x.abs().clamp(min=1),
+    "maximum": lambda x: torch.maximum(x, _FULL),
+    "where": lambda x: torch.where(_MASK, x, _FULL),
+    "masked_fill": lambda x: x.masked_fill(_MASK, 2.0),
+    "rows": lambda x: x[torch.tensor([3, 0, 3])],
+    "columns": lambda x: x[:, torch.tensor([4, 0, 4])],
+    "elements": lambda x: x[torch.tensor([5, 0, 5]), torch.tensor([1, 0, 1])],
+    "selected rows": lambda x: x.index_select(0, torch.tensor([3, 0, 3])),
+    "written": lambda x: (x * 1).mul_(_FULL).masked_fill_(_MASK, 0),
+    "written rows": lambda x: (x * 1).index_put_((_ROWS,), _FEW),
+}
+
+
+def _gradients(tp: int) -> dict[str, Tensor]:
+    result: dict[str, Tensor] = {}
+    for where, placement in _PLACES.items():
+        for name, operation in _DIFFERENTIABLE.items():
+            x = nn.Parameter(_START.clone())
+            if tp > 1:
+                x = nn.Parameter(distribute_tensor(_START.clone(), _mesh(), [placement()]))
+            operation(x).square().sum().backward()
+            assert x.grad is not None
+            result[f"{name}, {where}"] = _whole(x.grad)
+    return result
+
+
+def _whole(x: Tensor) -> Tensor:
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone()
+
+
+def _averaged(tp: int) -> list[dict[str, Tensor]]:
+    """Numbers after averages took the place of parameters, for a time or for good."""
+    torch.manual_seed(0)
+    model: Any = _Model().double()
+    x = torch.randn(2, 4, 8, dtype=torch.float64)
+    if tp > 1:
+        model = sp_compiler.compile(model, tp=tp, example_inputs=((x,), {}))
+    model(x)
+    averages = {name: 2 * p.detach() for name, p in model.named_parameters()}
+    result: list[dict[str, Tensor]] = []
+
+    def note() -> None:
+        result.append({name: _whole(p) for name, p in model.named_parameters()})
+        result.append({name: _whole(p) for name, p in averages.items()} | {"y": _whole(model(x))})
+
+    before = {name: p.data for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        p.data = averages[name].data
+    note()
+    for name, p in model.named_parameters():
+        p.data = before[name]
+    note()
+    for name, p in model.named_parameters():
+        p.data, averages[name].data = averages[name].data, p.data
+        averages[name].add_(1)
+    note()
+    for name, p in model.named_parameters():
+        before[name] = p.data
+        p.data = torch.full(p.shape, 0.25, dtype=p.dtype)
+        before[name].sub_(1)
+        p.data += 1
+    note()
+    for name, p in model.named_parameters():
+        p.data = before[name]
+    note()
+    return result
+
+
+def _mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (2,), mesh_dim_names=(AXIS,))
 
 
 def _on_both(
@@ -135,7 +221,7 @@ def _on_both(
 
 def _compared() -> dict[str, Any]:
     _install()
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = _mesh()
     return {
         f"{name}, {where}": _on_both(mesh, operation, placement())
         for name, operation in {**_WRITES, **_READS}.items()
@@ -144,16 +230,24 @@ def _compared() -> dict[str, Any]:
 
 
 def _refused() -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = _mesh()
     x = nn.Parameter(distribute_tensor(_START.clone(), mesh, [Shard(0)]))
     trained = _FULL.clone().requires_grad_()
     for operation in (lambda: x * trained, lambda: (x * 1).copy_(trained), lambda: x * 1 * trained):
         with pytest.raises(UnsupportedError, match=r"requires a gradient.*full_tensor\(\)"):
             operation()
+    waits = (x * x).sum()
+    x.data = 2 * x.data
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        waits.backward()
+    x.data = x.data / 2
     over_data = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
     y = distribute_tensor(_START.clone(), over_data, [Shard(0)])
     with pytest.raises(UnsupportedError, match=r"aten.sub.*dp_shard.*, whose ranks may"):
         y - _FULL
+    with pytest.raises(UnsupportedError, match=r"others hold the memory.*data.copy_\(values\)"):
+        y.data = _FULL
+    y.data += 1
     with torch.no_grad():
         for write in (x.copy_, x.mul_):
             with pytest.raises(ArgumentError, match=r"got shape \(3, 5\).*part of a .*\(6, 5\)"):
@@ -169,7 +263,7 @@ def _refused() -> dict[str, Any]:
 
 def _own_values() -> dict[str, Any]:
     """Values that differ between ranks, and operations without plain tensors."""
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = _mesh()
     result: dict[str, Any] = {}
     with torch.no_grad():
         for where, placement in _PLACES.items():
@@ -220,7 +314,7 @@ def _trained(tp: int) -> dict[str, Tensor]:
 
 
 def _all() -> tuple[Any, ...]:
-    return _compared(), _refused(), _own_values(), _trained(2)
+    return _compared(), _refused(), _own_values(), _gradients(2), _averaged(2), _trained(2)
 
 
 @pytest.fixture(scope="module")
@@ -245,10 +339,23 @@ def test_what_is_ambiguous_is_refused(ranks: Any) -> None:
 def test_values_of_rank_0_count_and_other_operations_stay_local(ranks: Any) -> None:
     expected = _START * _FULL
     expected[1] = _ROW
-    for *_, own, _ in ranks:
+    for _, _, own, *_ in ranks:
         for where in _PLACES:
             assert torch.equal(own[where], expected + 1), where
         assert own["collectives"] == 0
+
+
+def test_gradients_are_those_of_one_device(ranks: Any) -> None:
+    expected = _gradients(1)
+    for _, _, _, gradients, *_ in ranks:
+        for name in expected:
+            assert torch.equal(gradients[name], expected[name]), name
+
+
+def test_averages_take_the_place_of_parameters_and_give_it_back(ranks: Any) -> None:
+    expected = _averaged(1)
+    for *_, averaged, _ in ranks:
+        torch.testing.assert_close(averaged, expected, rtol=1e-12, atol=1e-14)
 
 
 def test_a_penalty_on_the_way_from_plain_tensors_trains_like_one_device(ranks: Any) -> None:

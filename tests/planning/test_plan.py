@@ -230,11 +230,18 @@ class _Forgets(nn.Linear):
         super().forward(input)
 
 
-@pytest.mark.parametrize(("model_class", "count"), [(_Forgets, 1), (nn.Linear, 0)])
-def test_a_model_without_a_backward_is_noted(model_class: type[nn.Linear], count: int) -> None:
-    model = model_class(4, 4)
+@pytest.mark.parametrize(
+    ("model_class", "is_trained", "count"),
+    [(_Forgets, True, 1), (nn.Linear, True, 0), (nn.Linear, False, 1)],
+)
+def test_a_model_without_a_backward_is_noted(
+    model_class: type[nn.Linear], is_trained: bool, count: int
+) -> None:
+    model = model_class(4, 4).requires_grad_(is_trained)
     notes = plan(model, ((torch.randn(2, 4),), {}), tp=2).notes
-    assert sum("there is no backward" in note for note in notes) == count
+    # Of a frozen model too, whose result does depend on its parameters.
+    expected = "nothing that the model returns has a gradient: there is no backward"
+    assert notes.count(expected) == count
 
 
 def test_overlap_hides_a_part_of_the_communication() -> None:

@@ -57,7 +57,7 @@ def write_through_views() -> None:
         _dispatch_to_views()
 
 
-class _GatheredView(DTensor):
+class GatheredView(DTensor):
     """A copy that stands for ``_view(_source)``."""
 
     _source: DTensor
@@ -97,7 +97,7 @@ class _ViewOperations(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        of_views = any(isinstance(x, _GatheredView) for x in pytree.tree_leaves((args, kwargs)))
+        of_views = any(isinstance(x, GatheredView) for x in pytree.tree_leaves((args, kwargs)))
         return _operate(func, args, kwargs) if of_views else func(*args, **kwargs)
 
 
@@ -120,7 +120,7 @@ def _dispatch_to_views() -> None:
 
         return call
 
-    _GatheredView.__torch_function__ = classmethod(torch_function)  # type: ignore[assignment]
+    GatheredView.__torch_function__ = classmethod(torch_function)  # type: ignore[assignment]
     DTensor.__getitem__ = in_mode(DTensor.__getitem__)  # type: ignore[method-assign]
     DTensor.__setitem__ = in_mode(DTensor.__setitem__)  # type: ignore[method-assign]
 
@@ -157,12 +157,12 @@ def write_whole(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     full_tensors: dict[int, Tensor] = {}
 
     def full(x: Any) -> Any:
-        if isinstance(x, _GatheredView):
+        if isinstance(x, GatheredView):
             return x._view(full(x._source))
         if not isinstance(x, DTensor):
             return x
         if id(x) not in full_tensors:
-            full_tensors[id(x)] = cast(DTensor, x.detach()).full_tensor()
+            full_tensors[id(x)] = full_value(x)
         return full_tensors[id(x)]
 
     operation(*pytree.tree_map(full, args), **pytree.tree_map(full, kwargs))
@@ -216,8 +216,8 @@ def _standing_for(
     ``args[0]``."""
     source, *others = args
 
-    def standing_for(value: DTensor, view: _View) -> _GatheredView:
-        copied = _GatheredView(value._local_tensor, value._spec, requires_grad=False)
+    def standing_for(value: DTensor, view: _View) -> GatheredView:
+        copied = GatheredView(value._local_tensor, value._spec, requires_grad=False)
         copied._source, copied._view, copied._seen = source, view, _state(source)
         return copied
 
@@ -234,13 +234,19 @@ def _standing_for(
 
 
 def _plain(x: Any) -> Any:
-    if not isinstance(x, _GatheredView):
+    if not isinstance(x, GatheredView):
         return x
     return DTensor(x._local_tensor, x._spec, requires_grad=False)
 
 
+def full_value(x: Any) -> Any:
+    """Return the full tensor of a DTensor, which all ranks must ask for; anything else as it is."""
+    # Detached, for torch 2.11 cannot gather what requires a gradient beneath autograd.
+    return cast(DTensor, x.detach()).full_tensor() if isinstance(x, DTensor) else x
+
+
 def _root(x: DTensor) -> DTensor:
-    while isinstance(x, _GatheredView):
+    while isinstance(x, GatheredView):
         x = x._source
     return x
 

@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.experimental import register_sharding
 
 from sp_compiler.base.errors import UnsupportedError
-from sp_compiler.module.dtensors.gathered_views import write_whole
+from sp_compiler.module.dtensors.gathered_views import full_value, write_whole
 
 _FUSED_STEPS = tuple(
     getattr(getattr(torch.ops.aten, name), overload)
@@ -144,7 +144,7 @@ def _step_local_parts(
         for name, tensors in zip(names, args, strict=False)
     ]
     # Learning rate, scale of gradients and whether one is infinite: a number on every rank.
-    numbers = {name: _full(value) for name, value in kwargs.items()}
+    numbers = {name: full_value(value) for name, value in kwargs.items()}
     operation(*lists, **numbers)
     # Operations on local parts do not count as changes of the DTensors, of which views may exist.
     torch.autograd.graph.increment_version(args[0])
@@ -158,7 +158,7 @@ def _part_for_step(name: str, x: Tensor, parameter: Tensor) -> Tensor:
         UnsupportedError: ``x`` is placed otherwise, and must be written in place.
     """
     if name == "state_steps":
-        return cast("Tensor", _full(x))
+        return cast("Tensor", full_value(x))
     if not isinstance(x, DTensor) and not isinstance(parameter, DTensor):
         return x
     if isinstance(x, DTensor) and isinstance(parameter, DTensor):
@@ -181,19 +181,14 @@ def _draw_whole(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     if operation._schema.is_mutable:
         return cast("Tensor", write_whole(operation, args, kwargs))
     x = args[0]
-    others = {name: _full(value) for name, value in kwargs.items()}
-    drawn = operation(*map(_full, args), **others)
+    others = {name: full_value(value) for name, value in kwargs.items()}
+    drawn = operation(*map(full_value, args), **others)
     # Rank 0's on all ranks, whose generators may have other states.
     return distribute_tensor(drawn, x.device_mesh).redistribute(placements=x.placements)
 
 
 def _read_number(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return operation(*map(_full, args), **kwargs)
-
-
-def _full(value: Any) -> Any:
-    # Detached, for torch 2.11 cannot gather what requires a gradient beneath autograd.
-    return cast(DTensor, value.detach()).full_tensor() if isinstance(value, DTensor) else value
+    return operation(*map(full_value, args), **kwargs)
 
 
 def _where(x: Tensor) -> str:

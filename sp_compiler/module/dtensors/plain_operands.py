@@ -8,7 +8,7 @@ every rank keeps its part; what is read is cut into the parts where it is needed
 What would not be that of one device raises: a plain operand that wants a gradient, which would get
 a DTensor as its gradient, and tensors on axes whose ranks have data of their own.
 
-``weight.data = value`` changes a DTensor in nothing, without a word. Here it writes the values.
+``weight.data = value`` changes a DTensor in nothing, without a word. Here it replaces the numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils import _pytree as pytree
 
 from sp_compiler.base.errors import ArgumentError, SPCompilerError, UnsupportedError
-from sp_compiler.module.dtensors.gathered_views import write_whole
+from sp_compiler.module.dtensors.gathered_views import GatheredView, full_value, write_whole
 from sp_compiler.runtime.mesh_axes import AXIS
 
 _WHAT_TO_DO = (
@@ -36,7 +36,8 @@ _WHAT_TO_DO = (
 )
 # What a user compares and combines weights with. Products and others remain DTensor's errors.
 _READS = (
-    *("add", "sub", "mul", "div", "maximum", "minimum", "where", "index", "index_select"),
+    *("add", "sub", "mul", "div", "maximum", "minimum", "where", "masked_fill"),
+    *("index", "index_select"),
     *("eq", "ne", "lt", "le", "gt", "ge", "equal"),
 )
 # Writes that optimizers make by the thousand, by the methods that make them. A handler, which is
@@ -60,6 +61,8 @@ def take_plain_operands() -> None:
     for name in _READS:
         for operation in _overloads(name):
             handlers.setdefault(operation, _read)
+    # The gradient of ``weight[rows]``.
+    handlers.setdefault(torch.ops.aten.index_put.default, _read_whole)
     DTensor.data = property(DTensor.data.__get__, _set_data)  # type: ignore[assignment, attr-defined]
 
 
@@ -111,7 +114,9 @@ def _write(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     """Run ``operation`` on full tensors if a plain one is among them, else as DTensor does."""
     tensors = list(_tensors(args, kwargs))
     plain = [x for x in tensors if _is_plain(x)]
-    if not plain:
+    # A number that is written to is no operand: ``total.copy_(weight.sum())``.
+    into_plain = isinstance(args[0], Tensor) and not isinstance(args[0], DTensor)
+    if not plain and not into_plain:
         return _as_dtensor_does(operation, args, kwargs)
     _refuse_gradients(operation, plain)
     try:
@@ -133,20 +138,39 @@ def _write(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
 
 def _read(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run ``operation`` as DTensor does, plain tensors being replicated."""
-    tensors = list(_tensors(args, kwargs))
-    plain = [x for x in tensors if _is_plain(x)]
-    if plain:
-        _refuse_gradients(operation, plain)
-        mesh = next(x.device_mesh for x in tensors if isinstance(x, DTensor))
-        if mesh.ndim > 1 or mesh.mesh_dim_names not in (None, (AXIS,)):
-            raise UnsupportedError(
-                f"{operation} of a plain tensor of shape {tuple(plain[0].shape)} and a DTensor "
-                f"over {mesh}, whose ranks may have data of their own: "
-                f"{_WHAT_TO_DO}"
-            )
+    mesh = _mesh_of_read(operation, args, kwargs)
+    if mesh is not None:
         replicated = functools.partial(_replicated, mesh=mesh)
         args, kwargs = pytree.tree_map(replicated, (tuple(args), dict(kwargs)))
     return _as_dtensor_does(operation, args, kwargs)
+
+
+def _read_whole(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run ``operation`` on full tensors if a plain one is among them, else as DTensor does."""
+    mesh = _mesh_of_read(operation, args, kwargs)
+    if mesh is None:
+        return _as_dtensor_does(operation, args, kwargs)
+    args, kwargs = pytree.tree_map(full_value, (tuple(args), dict(kwargs)))
+    return _replicated(operation(*args, **kwargs), mesh)
+
+
+def _mesh_of_read(
+    operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> DeviceMesh | None:
+    """Return the mesh over which plain tensors among the arguments are replicated; ``None`` if
+    there are none."""
+    tensors = list(_tensors(args, kwargs))
+    plain = [x for x in tensors if _is_plain(x)]
+    if not plain:
+        return None
+    _refuse_gradients(operation, plain)
+    mesh: DeviceMesh = next(x.device_mesh for x in tensors if isinstance(x, DTensor))
+    if mesh.ndim > 1 or mesh.mesh_dim_names not in (None, (AXIS,)):
+        raise UnsupportedError(
+            f"{operation} of a plain tensor of shape {tuple(plain[0].shape)} and a DTensor over "
+            f"{mesh}, whose ranks may have data of their own: {_WHAT_TO_DO}"
+        )
+    return mesh
 
 
 def _as_dtensor_does(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -191,7 +215,8 @@ def _refuse_gradients(operation: Any, plain: Sequence[Tensor]) -> None:
 
 
 def _set_data(self: DTensor, value: Tensor) -> None:
-    """Write ``value`` into ``self``, which keeps its own storage."""
+    """Make ``self`` the tensor ``value``, as on one device: what ``self.data`` was stays as it was,
+    so that ``before = p.data; p.data = averaged; ...; p.data = before`` brings the numbers back."""
     same = value.shape == self.shape and value.dtype == self.dtype
     if not same or value.device.type != self.device.type:
         raise UnsupportedError(
@@ -200,4 +225,29 @@ def _set_data(self: DTensor, value: Tensor) -> None:
             "module.to(...) changes the dtype or the device of a module's parameters"
         )
     with torch.no_grad():
-        self.detach().copy_(value)
+        part = _part_like(self, value.detach())
+    if part.is_set_to(self._local_tensor):  # of ``p.data += 1``
+        return
+    if isinstance(self, GatheredView) or self.device_mesh.mesh_dim_names != (AXIS,):
+        # FSDP, for one, gathers from memory of its own, not from the DTensor.
+        raise UnsupportedError(
+            f"data of a DTensor over {self.device_mesh} is set, of which others hold the memory: "
+            "write the values: parameter.data.copy_(values)"
+        )
+    self._local_tensor = part
+    # A backward of before would read the new numbers: it raises, as after any write.
+    if not self.is_inference():
+        torch.autograd.graph.increment_version(self)
+
+
+def _part_like(x: DTensor, value: Tensor) -> Tensor:
+    """Return this rank's part of ``value``: its own memory if ``value`` is placed like ``x``."""
+    if isinstance(value, DTensor) and value.placements == x.placements:
+        part = value._local_tensor
+        if value.device_mesh == x.device_mesh and part.stride() == x._local_tensor.stride():
+            return part
+    # Not the memory of a full tensor, which other parts share.
+    copied: Any = x.detach().clone()
+    copied.copy_(value)
+    local: Tensor = copied._local_tensor
+    return local

@@ -214,7 +214,7 @@ def _loss(result: Any) -> Tensor:
     reached = [leaf for leaf in leaves if leaf.requires_grad]
     if not reached:
         raise ArgumentError(
-            "nothing that the model returns depends on its parameters: there is no backward to "
+            "nothing that the model returns has a gradient: there is no backward to "
             "measure; is it in eval mode, or frozen?"
         )
     # In float32, in which a mean over many logits keeps its digits.

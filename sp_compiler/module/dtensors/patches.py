@@ -14,6 +14,10 @@ moments are placed as it is, the step of its local parts is the step of the para
 ``probabilities.cumsum(-1)``, scan each rank's part alone: torch compares the dim with that of the
 placement, which is counted from the front.
 
+The gradient of a mean of losses of elements (``F.mse_loss``, ``smooth_l1_loss``, ``huber_loss``,
+``soft_margin_loss``, ``binary_cross_entropy``) of a sharded tensor is too large by the number of
+parts: torch divides by the number of this rank's elements. Here it divides by that of all.
+
 ``weight.normal_()`` of a sharded weight draws the part of each rank from that rank's own generator:
 with equal seeds, on a CPU, all parts are equal. Here the full tensor is drawn, as without sharding,
 and every rank keeps its part.
@@ -38,7 +42,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.experimental import register_sharding
 
 from sp_compiler.base.errors import UnsupportedError
-from sp_compiler.module.dtensors.gathered_views import write_whole
+from sp_compiler.module.dtensors.gathered_views import run_past_handlers, write_whole
 
 _FUSED_STEPS = tuple(
     getattr(getattr(torch.ops.aten, name), overload)
@@ -53,6 +57,15 @@ _DRAWN = tuple(
         *("log_normal_", "random_", "rand_like", "randn_like", "randint_like", "bernoulli"),
     )
 )
+# Without sharding rules of their own: DTensor places them by what they decompose into.
+_LOSSES_OF_ELEMENTS = tuple(
+    getattr(torch.ops.aten, f"{name}_backward").default
+    for name in (
+        *("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"),
+        "binary_cross_entropy",
+    )
+)
+_MEAN, _SUM = 1, 2  # of ATen's enum Reduction
 _OPERATION = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
@@ -89,6 +102,14 @@ def read_true_numbers() -> None:
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     for operation in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.allclose.default):
         handlers[operation] = _read_number
+
+
+@functools.cache
+def divide_by_all_elements() -> None:
+    """Make gradients of means of losses those of the mean over all ranks, for the process."""
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    for operation in _LOSSES_OF_ELEMENTS:
+        handlers[operation] = _mean_over_all
 
 
 @functools.cache
@@ -189,6 +210,17 @@ def _draw_whole(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 def _read_number(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return operation(*map(_full, args), **kwargs)
+
+
+def _mean_over_all(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run the gradient of a loss: of a mean as that of the sum, divided by the elements."""
+    arguments = operation._schema.arguments
+    given = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    given |= {**dict(zip((a.name for a in arguments), args, strict=False)), **kwargs}
+    is_mean = given["reduction"] == _MEAN
+    given["reduction"] = _SUM if is_mean else given["reduction"]
+    result, _ = run_past_handlers(operation, [given[a.name] for a in arguments], {})
+    return result / given["self"].numel() if is_mean else result
 
 
 def _full(value: Any) -> Any:

@@ -1,0 +1,101 @@
+"""Losses of the elements of sharded tensors: their gradients are those of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn import functional as F
+from torch.torch_version import TorchVersion
+
+from sp_compiler.module.dtensors.patches import divide_by_all_elements
+from sp_compiler.module.outputs import ShardedOutput
+from sp_compiler.module.segmented_shard import segmented_shard
+from tests.helpers.ranks import run_on_ranks
+
+_LOSSES: dict[str, Callable[..., Tensor]] = {
+    "mse": F.mse_loss,
+    "smooth_l1": lambda x, y, reduction: F.smooth_l1_loss(x, y, reduction=reduction, beta=0.5),
+    "huber": lambda x, y, reduction: F.huber_loss(x, y, reduction=reduction, delta=0.5),
+    "soft_margin": lambda x, y, reduction: F.soft_margin_loss(x, y.sign(), reduction=reduction),
+    "cross_entropy": lambda x, y, reduction: F.binary_cross_entropy(
+        x.sigmoid(), y.sigmoid(), reduction=reduction
+    ),
+    "weighted": lambda x, y, reduction: F.binary_cross_entropy(
+        x.sigmoid(), y.sigmoid(), weight=y.abs(), reduction=reduction
+    ),
+    "l1": F.l1_loss,
+}
+_PLACES: dict[str, Callable[[], Any]] = {
+    "rows": lambda: Shard(0),
+    "columns": lambda: Shard(1),  # of which the ranks have 3 and 2
+    "segments": lambda: segmented_shard(0, (4, 2)),
+    "replicated": Replicate,
+}
+_REDUCTIONS = ("mean", "sum")
+_START = torch.linspace(-2, 2, 30, dtype=torch.float64).view(6, 5)
+_TARGET = torch.linspace(-1, 3, 30, dtype=torch.float64).view(5, 6).t()
+
+
+def _gradient(loss: Callable[..., Tensor], x: Tensor, target: Tensor, reduction: str) -> Tensor:
+    x.requires_grad_()
+    (3 * loss(x, target, reduction=reduction)).backward()
+    grad = x.grad
+    assert grad is not None
+    return grad.full_tensor() if isinstance(grad, DTensor) else grad
+
+
+def _gradients() -> dict[tuple[str, ...], Tensor]:
+    """By loss, placement, kind of tensor and reduction."""
+    divide_by_all_elements()
+    mesh = init_device_mesh("cpu", (2,))
+    result: dict[tuple[str, ...], Tensor] = {}
+    for name, loss in _LOSSES.items():
+        for where, placement in _PLACES.items():
+            for reduction in _REDUCTIONS:
+                x = distribute_tensor(_START.clone(), mesh, [placement()])
+                target = distribute_tensor(_TARGET, mesh, [Replicate()])
+                result[name, where, "parameter", reduction] = _gradient(loss, x, target, reduction)
+            if where in ("rows", "columns"):  # as outputs are
+                x = distribute_tensor(_START.clone(), mesh, [placement()])
+                x.__class__ = ShardedOutput
+                result[name, where, "output", "mean"] = _gradient(loss, x, _TARGET, "mean")
+    return result
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Any:
+    return run_on_ranks(2, _gradients)
+
+
+@pytest.mark.skipif(
+    torch.__version__ < TorchVersion("2.13"), reason="DTensor raises an error for some of them"
+)
+@pytest.mark.parametrize("name", _LOSSES)
+def test_gradients_are_those_of_one_device(ranks: Any, name: str) -> None:
+    """The mean is over the elements of all ranks: of one rank's, gradients are twice too large."""
+    expected = {
+        reduction: _gradient(_LOSSES[name], _START.clone(), _TARGET, reduction)
+        for reduction in _REDUCTIONS
+    }
+    for gradients in ranks:
+        for key, gradient in gradients.items():
+            if key[0] == name:
+                error = (gradient - expected[key[-1]]).abs().max().item()
+                assert error < 1e-15, key
+
+
+def test_what_is_sharded_alike_needs_no_collective(mesh: Any) -> None:
+    divide_by_all_elements()
+    x = distribute_tensor(_START.clone(), mesh, [Shard(0)], src_data_rank=None).requires_grad_()
+    target = distribute_tensor(_TARGET, mesh, [Shard(0)], src_data_rank=None)
+    loss = F.mse_loss(x, target)
+    with CommDebugMode() as communication:
+        loss.backward()
+    assert communication.get_total_counts() == 0

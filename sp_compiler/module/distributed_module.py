@@ -16,6 +16,7 @@ from sp_compiler.module.calls import executor_for, require_data, run, shard_over
 from sp_compiler.module.dtensors.gathered_views import write_through_views
 from sp_compiler.module.dtensors.patches import (
     check_sharded_gradients_first,
+    convolve_whole_dims,
     divide_by_all_elements,
     draw_whole_tensors,
     format_as_numbers,
@@ -103,6 +104,7 @@ class DistributedModule(Inspection, Weights):
         check_not_taken(model)
         if group.mesh is not None or group.grid is not None:
             check_sharded_gradients_first()
+            convolve_whole_dims()
             divide_by_all_elements()
             draw_whole_tensors()
             format_as_numbers()

@@ -18,6 +18,9 @@ The gradient of a mean of losses of elements (``F.mse_loss``, ``smooth_l1_loss``
 ``soft_margin_loss``, ``binary_cross_entropy``) of a sharded tensor is too large by the number of
 parts: torch divides by the number of this rank's elements. Here it divides by that of all.
 
+A convolution along a sharded dim of an image or sequence convolves the part of this rank alone, and
+its result is as small as that of the part. Here the dim is gathered.
+
 ``weight.normal_()`` of a sharded weight draws the part of each rank from that rank's own generator:
 with equal seeds, on a CPU, all parts are equal. Here the full tensor is drawn, as without sharding,
 and every rank keeps its part.
@@ -64,6 +67,10 @@ _LOSSES_OF_ELEMENTS = tuple(
         *("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"),
         "binary_cross_entropy",
     )
+)
+_CONVOLUTIONS = (
+    torch.ops.aten.convolution.default,
+    torch.ops.aten.convolution_backward.default,
 )
 _MEAN, _SUM = 1, 2  # of ATen's enum Reduction
 _OPERATION = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
@@ -113,6 +120,14 @@ def divide_by_all_elements() -> None:
 
 
 @functools.cache
+def convolve_whole_dims() -> None:
+    """Make convolutions gather the dims that they run along, for the process."""
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    for operation in _CONVOLUTIONS:
+        handlers[operation] = _WholeDims(handlers[operation])
+
+
+@functools.cache
 def format_as_numbers() -> None:
     """Make a 0-dim DTensor format as a number, like a plain tensor."""
     # torch internals: DTensor inherits Tensor.__format__, which formats plain tensors alone.
@@ -147,6 +162,27 @@ class _ShardedFirst:
         grads = cast("Sequence[Tensor]", args[0])
         ordered = sorted(grads, key=_is_replicated)
         return self._handler(operation, (ordered, *args[1:]), kwargs)
+
+
+class _WholeDims:
+    def __init__(self, handler: Any) -> None:
+        self._handler = handler
+
+    def __call__(
+        self, operation: Any, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
+        return self._handler(operation, tuple(map(_whole_along_convolution, args)), kwargs)
+
+
+def _whole_along_convolution(x: Any) -> Any:
+    """Return ``x`` with all its dims but the first two, batch and channels, whole on every rank."""
+    if not isinstance(x, DTensor):
+        return x
+    # Strided shards have a dim too, and are no Shard.
+    places = [Replicate() if getattr(p, "dim", 0) >= 2 else p for p in x.placements]
+    if places == list(x.placements):
+        return x
+    return cast(DTensor, x.detach()).redistribute(placements=places)  # detached as in _full
 
 
 def _is_replicated(grad: Tensor) -> bool:

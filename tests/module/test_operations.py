@@ -1,4 +1,4 @@
-"""Losses of the elements of sharded tensors: their gradients are those of one device."""
+"""Losses and convolutions of sharded tensors: those of one device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
 from torch.torch_version import TorchVersion
 
-from sp_compiler.module.dtensors.patches import divide_by_all_elements
+from sp_compiler.module.dtensors.patches import convolve_whole_dims, divide_by_all_elements
 from sp_compiler.module.outputs import ShardedOutput
 from sp_compiler.module.segmented_shard import segmented_shard
 from tests.helpers.ranks import run_on_ranks
@@ -69,9 +69,50 @@ def _gradients() -> dict[tuple[str, ...], Tensor]:
     return result
 
 
+_IMAGES = torch.linspace(-1, 1, 480, dtype=torch.float64).sin().view(2, 4, 10, 6)
+_KERNEL = torch.linspace(-1, 2, 144, dtype=torch.float64).cos().view(4, 4, 3, 3)
+_CONVOLUTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "plain": lambda x: F.conv2d(x, _KERNEL),
+    "of points": lambda x: F.conv2d(x, _KERNEL[..., :1, :1]),
+    "padded": lambda x: F.conv2d(x, _KERNEL, padding="same"),
+    "by steps": lambda x: F.conv2d(x, _KERNEL, _KERNEL[0, 0, 0, 0].expand(4), stride=2, padding=1),
+    "transposed": lambda x: F.conv_transpose2d(x, _KERNEL, stride=2),
+    "of sequences": lambda x: F.conv1d(x.flatten(2), _KERNEL[..., 0], padding=1),
+    "of rows": lambda x: F.conv1d(x.flatten(0, 1), _KERNEL[0, 0, 0].expand(10, 1, 3), groups=10),
+}
+
+
+def _convolved(convolution: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    """(result, gradient); ``x`` as an output, which belongs to a graph."""
+    x.requires_grad_()
+    output = x.view_as(x)
+    if isinstance(x, DTensor):
+        output.__class__ = ShardedOutput
+    result = convolution(output)
+    full = result.full_tensor() if isinstance(result, DTensor) else result
+    full.square().sum().backward()
+    assert x.grad is not None
+    return full.detach(), x.grad.full_tensor() if isinstance(x.grad, DTensor) else x.grad
+
+
+def _convolutions() -> dict[tuple[str, int], tuple[Tensor, Tensor]]:
+    """By convolution and sharded dim."""
+    convolve_whole_dims()
+    mesh = init_device_mesh("cpu", (2,))
+    return {
+        (name, dim): _convolved(convolution, distribute_tensor(_IMAGES.clone(), mesh, [Shard(dim)]))
+        for name, convolution in _CONVOLUTIONS.items()
+        for dim in range(4)
+    }
+
+
+def _all() -> tuple[Any, ...]:
+    return _gradients(), _convolutions()
+
+
 @pytest.fixture(scope="module")
 def ranks() -> Any:
-    return run_on_ranks(2, _gradients)
+    return run_on_ranks(2, _all)
 
 
 @pytest.mark.skipif(
@@ -84,11 +125,20 @@ def test_gradients_are_those_of_one_device(ranks: Any, name: str) -> None:
         reduction: _gradient(_LOSSES[name], _START.clone(), _TARGET, reduction)
         for reduction in _REDUCTIONS
     }
-    for gradients in ranks:
+    for gradients, _ in ranks:
         for key, gradient in gradients.items():
             if key[0] == name:
                 error = (gradient - expected[key[-1]]).abs().max().item()
                 assert error < 1e-15, key
+
+
+@pytest.mark.parametrize("name", _CONVOLUTIONS)
+def test_a_convolution_is_that_of_one_device(ranks: Any, name: str) -> None:
+    """Along a sharded dim, it was that of each rank's part, and half as large."""
+    expected = _convolved(_CONVOLUTIONS[name], _IMAGES.clone())
+    for _, convolutions in ranks:
+        for dim in range(4):
+            torch.testing.assert_close(convolutions[name, dim], expected, rtol=1e-12, atol=1e-12)
 
 
 def test_what_is_sharded_alike_needs_no_collective(mesh: Any) -> None:

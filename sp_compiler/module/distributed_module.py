@@ -23,6 +23,7 @@ from sp_compiler.module.dtensors.patches import (
     read_true_numbers,
     scan_whole_dims,
     step_local_parts,
+    sum_over_all_dims,
 )
 from sp_compiler.module.dtensors.plain_operands import take_plain_operands
 from sp_compiler.module.inspection import Inspection
@@ -111,6 +112,7 @@ class DistributedModule(Inspection, Weights):
             read_true_numbers()
             scan_whole_dims()
             step_local_parts()
+            sum_over_all_dims()
             take_plain_operands()
             write_through_views()
         layout = Layout(group)

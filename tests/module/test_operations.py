@@ -1,7 +1,8 @@
-"""Losses and convolutions of sharded tensors: those of one device."""
+"""Losses, convolutions and maxima of sharded tensors: those of one device."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,11 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
 from torch.torch_version import TorchVersion
 
-from sp_compiler.module.dtensors.patches import convolve_whole_dims, divide_by_all_elements
+from sp_compiler.module.dtensors.patches import (
+    convolve_whole_dims,
+    divide_by_all_elements,
+    sum_over_all_dims,
+)
 from sp_compiler.module.outputs import ShardedOutput
 from sp_compiler.module.segmented_shard import segmented_shard
 from tests.helpers.ranks import run_on_ranks
@@ -106,8 +111,31 @@ def _convolutions() -> dict[tuple[str, int], tuple[Tensor, Tensor]]:
     }
 
 
+_WITH_TIES = torch.tensor([[-3.0, 1], [3, 3], [-3, 0], [3, -3]], dtype=torch.float64)
+_EXTREMES: dict[str, Callable[[Tensor], Tensor]] = {
+    "amax": lambda x: x.amax(),
+    "amin": lambda x: x.amin(),
+    "norm": lambda x: x.norm(math.inf),
+    "amax of a few": lambda x: x[:2].amax(),
+    "amax along a dim": lambda x: x.amax(0, keepdim=True),
+}
+
+
+def _extremes() -> dict[tuple[str, int], Tensor]:
+    """Gradients by function and sharded dim."""
+    sum_over_all_dims()
+    mesh = init_device_mesh("cpu", (2,))
+    result = {}
+    for name, extreme in _EXTREMES.items():
+        for dim in range(2):
+            x = distribute_tensor(_WITH_TIES.clone(), mesh, [Shard(dim)]).requires_grad_()
+            extreme(x).sum().backward()
+            result[name, dim] = x.grad.full_tensor()
+    return result
+
+
 def _all() -> tuple[Any, ...]:
-    return _gradients(), _convolutions()
+    return _gradients(), _convolutions(), _extremes()
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +153,7 @@ def test_gradients_are_those_of_one_device(ranks: Any, name: str) -> None:
         reduction: _gradient(_LOSSES[name], _START.clone(), _TARGET, reduction)
         for reduction in _REDUCTIONS
     }
-    for gradients, _ in ranks:
+    for gradients, *_ in ranks:
         for key, gradient in gradients.items():
             if key[0] == name:
                 error = (gradient - expected[key[-1]]).abs().max().item()
@@ -136,9 +164,19 @@ def test_gradients_are_those_of_one_device(ranks: Any, name: str) -> None:
 def test_a_convolution_is_that_of_one_device(ranks: Any, name: str) -> None:
     """Along a sharded dim, it was that of each rank's part, and half as large."""
     expected = _convolved(_CONVOLUTIONS[name], _IMAGES.clone())
-    for _, convolutions in ranks:
+    for _, convolutions, _ in ranks:
         for dim in range(4):
             torch.testing.assert_close(convolutions[name, dim], expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", _EXTREMES)
+def test_elements_that_share_a_maximum_share_its_gradient(ranks: Any, name: str) -> None:
+    """Autograd counts them, and the count was that of each rank."""
+    x = _WITH_TIES.clone().requires_grad_()
+    _EXTREMES[name](x).sum().backward()
+    for *_, gradients in ranks:
+        for dim in range(2):
+            torch.testing.assert_close(gradients[name, dim], x.grad, rtol=1e-15, atol=0)
 
 
 def test_what_is_sharded_alike_needs_no_collective(mesh: Any) -> None:

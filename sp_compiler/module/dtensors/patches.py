@@ -21,6 +21,9 @@ parts: torch divides by the number of this rank's elements. Here it divides by t
 A convolution along a sharded dim of an image or sequence convolves the part of this rank alone, and
 its result is as small as that of the part. Here the dim is gathered.
 
+``sum(dim=(), keepdim=True)``, a sum over all dims, sums each rank's part alone. With it, autograd
+counts the elements that share the maximum of ``weight.amax()`` or ``weight.norm(math.inf)``.
+
 ``weight.normal_()`` of a sharded weight draws the part of each rank from that rank's own generator:
 with equal seeds, on a CPU, all parts are equal. Here the full tensor is drawn, as without sharding,
 and every rank keeps its part.
@@ -125,6 +128,13 @@ def convolve_whole_dims() -> None:
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     for operation in _CONVOLUTIONS:
         handlers[operation] = _WholeDims(handlers[operation])
+
+
+@functools.cache
+def sum_over_all_dims() -> None:
+    """Make a sum over an empty list of dims one over all of them, for the process."""
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten.sum.dim_IntList] = _sum
 
 
 @functools.cache
@@ -257,6 +267,12 @@ def _mean_over_all(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any
     given["reduction"] = _SUM if is_mean else given["reduction"]
     result, _ = run_past_handlers(operation, [given[a.name] for a in arguments], {})
     return result / given["self"].numel() if is_mean else result
+
+
+def _sum(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    x, dims, *keepdim = args
+    result, _ = run_past_handlers(operation, [x, dims or list(range(x.ndim)), *keepdim], kwargs)
+    return result
 
 
 def _full(value: Any) -> Any:

@@ -243,10 +243,11 @@ def _submodule(module: nn.Module, prefix: str) -> nn.Module:
         inside = [name for name, _ in module.get_submodule(parent).named_children()]
         listed = ", ".join(f"{parent}.{name}" if parent else name for name in inside[:_MOST_NAMES])
         more = ", ..." if len(inside) > _MOST_NAMES else ""
+        near = did_you_mean(prefix, known).rstrip()
         raise ArgumentError(
             f"prefix={prefix!r}: the model has no module of that name; the modules of "
             f"{repr(parent) if parent else 'the model'} are {listed or '(none)'}{more}"
-            f"{did_you_mean(prefix, known)}"
+            f"{near and f'; {near}'}"
         ) from error
 
 

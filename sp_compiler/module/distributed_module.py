@@ -16,11 +16,14 @@ from sp_compiler.module.calls import executor_for, require_data, run, shard_over
 from sp_compiler.module.dtensors.gathered_views import write_through_views
 from sp_compiler.module.dtensors.patches import (
     check_sharded_gradients_first,
+    convolve_whole_dims,
+    divide_by_all_elements,
     draw_whole_tensors,
     format_as_numbers,
     read_true_numbers,
     scan_whole_dims,
     step_local_parts,
+    sum_over_all_dims,
 )
 from sp_compiler.module.dtensors.plain_operands import take_plain_operands
 from sp_compiler.module.inspection import Inspection
@@ -103,11 +106,14 @@ class DistributedModule(Inspection, Weights):
         # FSDP makes DTensors without "tp" too.
         if group.mesh is not None or group.data.mesh is not None:
             check_sharded_gradients_first()
+            convolve_whole_dims()
+            divide_by_all_elements()
             draw_whole_tensors()
             format_as_numbers()
             read_true_numbers()
             scan_whole_dims()
             step_local_parts()
+            sum_over_all_dims()
             take_plain_operands()
             write_through_views()
         layout = Layout(group)

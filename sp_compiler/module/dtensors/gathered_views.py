@@ -189,16 +189,24 @@ def _keep_part(x: DTensor, full: Tensor) -> None:
     x.to_local().copy_(part.to_local())
 
 
-def _take_view(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run ``operation`` as DTensor does, and return a result that stands for the view if it is a
-    copy."""
+def run_past_handlers(
+    operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Any, Any]:
+    """Run ``operation`` on DTensors as DTensor does where it has no handler of its own; return its
+    result and how its arguments and the result are placed."""
     dispatcher = DTensor._op_dispatcher
     call = dispatcher.unwrap_to_op_info(operation, tuple(args), dict(kwargs))
     dispatcher.sharding_propagator.propagate(call)
     local = dispatcher._dispatch_get_local_results_slow_path(operation, tuple(args), call)
     sharding = call.output_sharding
     assert sharding is not None
-    result = dispatcher.wrap(local, sharding.output_spec)
+    return dispatcher.wrap(local, sharding.output_spec), sharding
+
+
+def _take_view(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run ``operation`` as DTensor does, and return a result that stands for the view if it is a
+    copy."""
+    result, sharding = run_past_handlers(operation, args, kwargs)
     if type(args[0]) is DTensor:  # which torch checks: outputs of modules are of a class of ours
         result = return_and_correct_aliasing(operation, args, kwargs, result)
     needed = sharding.redistribute_schema

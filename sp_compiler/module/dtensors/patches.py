@@ -14,6 +14,16 @@ moments are placed as it is, the step of its local parts is the step of the para
 ``probabilities.cumsum(-1)``, scan each rank's part alone: torch compares the dim with that of the
 placement, which is counted from the front.
 
+The gradient of a mean of losses of elements (``F.mse_loss``, ``smooth_l1_loss``, ``huber_loss``,
+``soft_margin_loss``, ``binary_cross_entropy``) of a sharded tensor is too large by the number of
+parts: torch divides by the number of this rank's elements. Here it divides by that of all.
+
+A convolution along a sharded dim of an image or sequence convolves the part of this rank alone, and
+its result is as small as that of the part. Here the dim is gathered.
+
+``sum(dim=(), keepdim=True)``, a sum over all dims, sums each rank's part alone. With it, autograd
+counts the elements that share the maximum of ``weight.amax()`` or ``weight.norm(math.inf)``.
+
 ``weight.normal_()`` of a sharded weight draws the part of each rank from that rank's own generator:
 with equal seeds, on a CPU, all parts are equal. Here the full tensor is drawn, as without sharding,
 and every rank keeps its part.
@@ -38,7 +48,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.experimental import register_sharding
 
 from sp_compiler.base.errors import UnsupportedError
-from sp_compiler.module.dtensors.gathered_views import full_value, write_whole
+from sp_compiler.module.dtensors.gathered_views import full_value, run_past_handlers, write_whole
 
 _FUSED_STEPS = tuple(
     getattr(getattr(torch.ops.aten, name), overload)
@@ -53,6 +63,19 @@ _DRAWN = tuple(
         *("log_normal_", "random_", "rand_like", "randn_like", "randint_like", "bernoulli"),
     )
 )
+# Without sharding rules of their own: DTensor places them by what they decompose into.
+_LOSSES_OF_ELEMENTS = tuple(
+    getattr(torch.ops.aten, f"{name}_backward").default
+    for name in (
+        *("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"),
+        "binary_cross_entropy",
+    )
+)
+_CONVOLUTIONS = (
+    torch.ops.aten.convolution.default,
+    torch.ops.aten.convolution_backward.default,
+)
+_MEAN, _SUM = 1, 2  # of ATen's enum Reduction
 _OPERATION = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
@@ -92,6 +115,29 @@ def read_true_numbers() -> None:
 
 
 @functools.cache
+def divide_by_all_elements() -> None:
+    """Make gradients of means of losses those of the mean over all ranks, for the process."""
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    for operation in _LOSSES_OF_ELEMENTS:
+        handlers[operation] = _mean_over_all
+
+
+@functools.cache
+def convolve_whole_dims() -> None:
+    """Make convolutions gather the dims that they run along, for the process."""
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    for operation in _CONVOLUTIONS:
+        handlers[operation] = _WholeDims(handlers[operation])
+
+
+@functools.cache
+def sum_over_all_dims() -> None:
+    """Make a sum over an empty list of dims one over all of them, for the process."""
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten.sum.dim_IntList] = _sum
+
+
+@functools.cache
 def format_as_numbers() -> None:
     """Make a 0-dim DTensor format as a number, like a plain tensor."""
     # torch internals: DTensor inherits Tensor.__format__, which formats plain tensors alone.
@@ -126,6 +172,27 @@ class _ShardedFirst:
         grads = cast("Sequence[Tensor]", args[0])
         ordered = sorted(grads, key=_is_replicated)
         return self._handler(operation, (ordered, *args[1:]), kwargs)
+
+
+class _WholeDims:
+    def __init__(self, handler: Any) -> None:
+        self._handler = handler
+
+    def __call__(
+        self, operation: Any, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
+        return self._handler(operation, tuple(map(_whole_along_convolution, args)), kwargs)
+
+
+def _whole_along_convolution(x: Any) -> Any:
+    """Return ``x`` with all its dims but the first two, batch and channels, whole on every rank."""
+    if not isinstance(x, DTensor):
+        return x
+    # Strided shards have a dim too, and are no Shard.
+    places = [Replicate() if getattr(p, "dim", 0) >= 2 else p for p in x.placements]
+    if places == list(x.placements):
+        return x
+    return cast(DTensor, x.detach()).redistribute(placements=places)  # detached as in full_value
 
 
 def _is_replicated(grad: Tensor) -> bool:
@@ -189,6 +256,23 @@ def _draw_whole(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 def _read_number(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return operation(*map(full_value, args), **kwargs)
+
+
+def _mean_over_all(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run the gradient of a loss: of a mean as that of the sum, divided by the elements."""
+    arguments = operation._schema.arguments
+    given = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    given |= {**dict(zip((a.name for a in arguments), args, strict=False)), **kwargs}
+    is_mean = given["reduction"] == _MEAN
+    given["reduction"] = _SUM if is_mean else given["reduction"]
+    result, _ = run_past_handlers(operation, [given[a.name] for a in arguments], {})
+    return result / given["self"].numel() if is_mean else result
+
+
+def _sum(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    x, dims, *keepdim = args
+    result, _ = run_past_handlers(operation, [x, dims or list(range(x.ndim)), *keepdim], kwargs)
+    return result
 
 
 def _where(x: Tensor) -> str:

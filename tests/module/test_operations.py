@@ -1,0 +1,189 @@
+"""Losses, convolutions and maxima of sharded tensors: those of one device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn import functional as F
+from torch.torch_version import TorchVersion
+
+from sp_compiler.module.dtensors.patches import (
+    convolve_whole_dims,
+    divide_by_all_elements,
+    sum_over_all_dims,
+)
+from sp_compiler.module.outputs import ShardedOutput
+from sp_compiler.module.segmented_shard import segmented_shard
+from tests.helpers.ranks import run_on_ranks
+
+_LOSSES: dict[str, Callable[..., Tensor]] = {
+    "mse": F.mse_loss,
+    "smooth_l1": lambda x, y, reduction: F.smooth_l1_loss(x, y, reduction=reduction, beta=0.5),
+    "huber": lambda x, y, reduction: F.huber_loss(x, y, reduction=reduction, delta=0.5),
+    "soft_margin": lambda x, y, reduction: F.soft_margin_loss(x, y.sign(), reduction=reduction),
+    "cross_entropy": lambda x, y, reduction: F.binary_cross_entropy(
+        x.sigmoid(), y.sigmoid(), reduction=reduction
+    ),
+    "weighted": lambda x, y, reduction: F.binary_cross_entropy(
+        x.sigmoid(), y.sigmoid(), weight=y.abs(), reduction=reduction
+    ),
+    "l1": F.l1_loss,
+}
+_PLACES: dict[str, Callable[[], Any]] = {
+    "rows": lambda: Shard(0),
+    "columns": lambda: Shard(1),  # of which the ranks have 3 and 2
+    "segments": lambda: segmented_shard(0, (4, 2)),
+    "replicated": Replicate,
+}
+_REDUCTIONS = ("mean", "sum")
+_START = torch.linspace(-2, 2, 30, dtype=torch.float64).view(6, 5)
+_TARGET = torch.linspace(-1, 3, 30, dtype=torch.float64).view(5, 6).t()
+
+
+def _gradient(loss: Callable[..., Tensor], x: Tensor, target: Tensor, reduction: str) -> Tensor:
+    x.requires_grad_()
+    (3 * loss(x, target, reduction=reduction)).backward()
+    grad = x.grad
+    assert grad is not None
+    return grad.full_tensor() if isinstance(grad, DTensor) else grad
+
+
+def _gradients() -> dict[tuple[str, ...], Tensor]:
+    """By loss, placement, kind of tensor and reduction."""
+    divide_by_all_elements()
+    mesh = init_device_mesh("cpu", (2,))
+    result: dict[tuple[str, ...], Tensor] = {}
+    for name, loss in _LOSSES.items():
+        for where, placement in _PLACES.items():
+            for reduction in _REDUCTIONS:
+                x = distribute_tensor(_START.clone(), mesh, [placement()])
+                target = distribute_tensor(_TARGET, mesh, [Replicate()])
+                result[name, where, "parameter", reduction] = _gradient(loss, x, target, reduction)
+            if where in ("rows", "columns"):  # as outputs are
+                x = distribute_tensor(_START.clone(), mesh, [placement()])
+                x.__class__ = ShardedOutput
+                result[name, where, "output", "mean"] = _gradient(loss, x, _TARGET, "mean")
+    return result
+
+
+_IMAGES = torch.linspace(-1, 1, 480, dtype=torch.float64).sin().view(2, 4, 10, 6)
+_KERNEL = torch.linspace(-1, 2, 144, dtype=torch.float64).cos().view(4, 4, 3, 3)
+_CONVOLUTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "plain": lambda x: F.conv2d(x, _KERNEL),
+    "of points": lambda x: F.conv2d(x, _KERNEL[..., :1, :1]),
+    "padded": lambda x: F.conv2d(x, _KERNEL, padding="same"),
+    "by steps": lambda x: F.conv2d(x, _KERNEL, _KERNEL[0, 0, 0, 0].expand(4), stride=2, padding=1),
+    "transposed": lambda x: F.conv_transpose2d(x, _KERNEL, stride=2),
+    "of sequences": lambda x: F.conv1d(x.flatten(2), _KERNEL[..., 0], padding=1),
+    "of rows": lambda x: F.conv1d(x.flatten(0, 1), _KERNEL[0, 0, 0].expand(10, 1, 3), groups=10),
+}
+
+
+def _convolved(convolution: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    """(result, gradient); ``x`` as an output, which belongs to a graph."""
+    x.requires_grad_()
+    output = x.view_as(x)
+    if isinstance(x, DTensor):
+        output.__class__ = ShardedOutput
+    result = convolution(output)
+    full = result.full_tensor() if isinstance(result, DTensor) else result
+    full.square().sum().backward()
+    assert x.grad is not None
+    return full.detach(), x.grad.full_tensor() if isinstance(x.grad, DTensor) else x.grad
+
+
+def _convolutions() -> dict[tuple[str, int], tuple[Tensor, Tensor]]:
+    """By convolution and sharded dim."""
+    convolve_whole_dims()
+    mesh = init_device_mesh("cpu", (2,))
+    return {
+        (name, dim): _convolved(convolution, distribute_tensor(_IMAGES.clone(), mesh, [Shard(dim)]))
+        for name, convolution in _CONVOLUTIONS.items()
+        for dim in range(4)
+    }
+
+
+_WITH_TIES = torch.tensor([[-3.0, 1], [3, 3], [-3, 0], [3, -3]], dtype=torch.float64)
+_EXTREMES: dict[str, Callable[[Tensor], Tensor]] = {
+    "amax": lambda x: x.amax(),
+    "amin": lambda x: x.amin(),
+    "norm": lambda x: x.norm(math.inf),
+    "amax of a few": lambda x: x[:2].amax(),
+    "amax along a dim": lambda x: x.amax(0, keepdim=True),
+}
+
+
+def _extremes() -> dict[tuple[str, int], Tensor]:
+    """Gradients by function and sharded dim."""
+    sum_over_all_dims()
+    mesh = init_device_mesh("cpu", (2,))
+    result = {}
+    for name, extreme in _EXTREMES.items():
+        for dim in range(2):
+            x = distribute_tensor(_WITH_TIES.clone(), mesh, [Shard(dim)]).requires_grad_()
+            extreme(x).sum().backward()
+            result[name, dim] = x.grad.full_tensor()
+    return result
+
+
+def _all() -> tuple[Any, ...]:
+    return _gradients(), _convolutions(), _extremes()
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Any:
+    return run_on_ranks(2, _all)
+
+
+@pytest.mark.skipif(
+    torch.__version__ < TorchVersion("2.13"), reason="DTensor raises an error for some of them"
+)
+@pytest.mark.parametrize("name", _LOSSES)
+def test_gradients_are_those_of_one_device(ranks: Any, name: str) -> None:
+    """The mean is over the elements of all ranks: of one rank's, gradients are twice too large."""
+    expected = {
+        reduction: _gradient(_LOSSES[name], _START.clone(), _TARGET, reduction)
+        for reduction in _REDUCTIONS
+    }
+    for gradients, *_ in ranks:
+        for key, gradient in gradients.items():
+            if key[0] == name:
+                error = (gradient - expected[key[-1]]).abs().max().item()
+                assert error < 1e-15, key
+
+
+@pytest.mark.parametrize("name", _CONVOLUTIONS)
+def test_a_convolution_is_that_of_one_device(ranks: Any, name: str) -> None:
+    """Along a sharded dim, it was that of each rank's part, and half as large."""
+    expected = _convolved(_CONVOLUTIONS[name], _IMAGES.clone())
+    for _, convolutions, _ in ranks:
+        for dim in range(4):
+            torch.testing.assert_close(convolutions[name, dim], expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", _EXTREMES)
+def test_elements_that_share_a_maximum_share_its_gradient(ranks: Any, name: str) -> None:
+    """Autograd counts them, and the count was that of each rank."""
+    x = _WITH_TIES.clone().requires_grad_()
+    _EXTREMES[name](x).sum().backward()
+    for *_, gradients in ranks:
+        for dim in range(2):
+            torch.testing.assert_close(gradients[name, dim], x.grad, rtol=1e-15, atol=0)
+
+
+def test_what_is_sharded_alike_needs_no_collective(mesh: Any) -> None:
+    divide_by_all_elements()
+    x = distribute_tensor(_START.clone(), mesh, [Shard(0)], src_data_rank=None).requires_grad_()
+    target = distribute_tensor(_TARGET, mesh, [Shard(0)], src_data_rank=None)
+    loss = F.mse_loss(x, target)
+    with CommDebugMode() as communication:
+        loss.backward()
+    assert communication.get_total_counts() == 0

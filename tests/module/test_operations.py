@@ -87,6 +87,12 @@ _CONVOLUTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+_POOLS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a batch": lambda x: F.adaptive_avg_pool2d(x, 3),
+    "an image": lambda x: F.adaptive_avg_pool2d(x[0], (3, 4)),
+}
+
+
 def _convolved(convolution: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
     """(result, gradient); ``x`` as an output, which belongs to a graph."""
     x.requires_grad_()
@@ -98,6 +104,24 @@ def _convolved(convolution: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tens
     full.square().sum().backward()
     assert x.grad is not None
     return full.detach(), x.grad.full_tensor() if isinstance(x.grad, DTensor) else x.grad
+
+
+def _gradient_through(pool: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    x.requires_grad_()
+    pool(x).square().sum().backward()
+    assert x.grad is not None
+    return x.grad.full_tensor() if isinstance(x.grad, DTensor) else x.grad
+
+
+def _pools() -> dict[tuple[str, int], Tensor]:
+    """By pool and sharded dim."""
+    convolve_whole_dims()
+    mesh = init_device_mesh("cpu", (2,))
+    return {
+        (name, dim): _gradient_through(pool, distribute_tensor(_IMAGES.clone(), mesh, [Shard(dim)]))
+        for name, pool in _POOLS.items()
+        for dim in range(4)
+    }
 
 
 def _convolutions() -> dict[tuple[str, int], tuple[Tensor, Tensor]]:
@@ -135,7 +159,7 @@ def _extremes() -> dict[tuple[str, int], Tensor]:
 
 
 def _all() -> tuple[Any, ...]:
-    return _gradients(), _convolutions(), _extremes()
+    return _gradients(), _convolutions(), _extremes(), _pools()
 
 
 @pytest.fixture(scope="module")
@@ -164,9 +188,18 @@ def test_gradients_are_those_of_one_device(ranks: Any, name: str) -> None:
 def test_a_convolution_is_that_of_one_device(ranks: Any, name: str) -> None:
     """Along a sharded dim, it was that of each rank's part, and half as large."""
     expected = _convolved(_CONVOLUTIONS[name], _IMAGES.clone())
-    for _, convolutions, _ in ranks:
+    for _, convolutions, *_ in ranks:
         for dim in range(4):
             torch.testing.assert_close(convolutions[name, dim], expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", _POOLS)
+def test_a_pool_of_a_parameter_has_the_gradient_of_one_device(ranks: Any, name: str) -> None:
+    """Of an image without a batch it was wrong."""
+    expected = _gradient_through(_POOLS[name], _IMAGES.clone())
+    for *_, pools in ranks:
+        for dim in range(4):
+            torch.testing.assert_close(pools[name, dim], expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", _EXTREMES)
@@ -174,7 +207,7 @@ def test_elements_that_share_a_maximum_share_its_gradient(ranks: Any, name: str)
     """Autograd counts them, and the count was that of each rank."""
     x = _WITH_TIES.clone().requires_grad_()
     _EXTREMES[name](x).sum().backward()
-    for *_, gradients in ranks:
+    for *_, gradients, _ in ranks:
         for dim in range(2):
             torch.testing.assert_close(gradients[name, dim], x.grad, rtol=1e-15, atol=0)
 

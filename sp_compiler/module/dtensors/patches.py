@@ -19,7 +19,8 @@ The gradient of a mean of losses of elements (``F.mse_loss``, ``smooth_l1_loss``
 parts: torch divides by the number of this rank's elements. Here it divides by that of all.
 
 A convolution along a sharded dim of an image or sequence convolves the part of this rank alone, and
-its result is as small as that of the part. Here the dim is gathered.
+its result is as small as that of the part; the gradient of ``adaptive_avg_pool2d`` of an image
+without a batch is wrong. Here the dim is gathered.
 
 ``sum(dim=(), keepdim=True)``, a sum over all dims, sums each rank's part alone. With it, autograd
 counts the elements that share the maximum of ``weight.amax()`` or ``weight.norm(math.inf)``.
@@ -75,6 +76,10 @@ _CONVOLUTIONS = (
     torch.ops.aten.convolution.default,
     torch.ops.aten.convolution_backward.default,
 )
+_POOLS = (
+    torch.ops.aten._adaptive_avg_pool2d.default,
+    torch.ops.aten._adaptive_avg_pool2d_backward.default,
+)
 _MEAN, _SUM = 1, 2  # of ATen's enum Reduction
 _OPERATION = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
@@ -124,10 +129,12 @@ def divide_by_all_elements() -> None:
 
 @functools.cache
 def convolve_whole_dims() -> None:
-    """Make convolutions gather the dims that they run along, for the process."""
+    """Make convolutions and pooling gather the dims that they run along, for the process."""
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     for operation in _CONVOLUTIONS:
         handlers[operation] = _WholeDims(handlers[operation])
+    for operation in _POOLS:
+        handlers[operation] = _pool
 
 
 @functools.cache
@@ -181,15 +188,22 @@ class _WholeDims:
     def __call__(
         self, operation: Any, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> object:
-        return self._handler(operation, tuple(map(_whole_along_convolution, args)), kwargs)
+        # Batch and channels may be sharded.
+        whole = [_whole_from(x, 2) if isinstance(x, DTensor) else x for x in args]
+        return self._handler(operation, tuple(whole), kwargs)
 
 
-def _whole_along_convolution(x: Any) -> Any:
-    """Return ``x`` with all its dims but the first two, batch and channels, whole on every rank."""
-    if not isinstance(x, DTensor):
-        return x
+def _pool(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    # The batch may be missing, where DTensor takes the first two dims for batch and channels.
+    whole = [_whole_from(x, x.ndim - 2) if isinstance(x, DTensor) else x for x in args]
+    result, _ = run_past_handlers(operation, whole, kwargs)
+    return result
+
+
+def _whole_from(x: DTensor, dim: int) -> DTensor:
+    """Return ``x`` with ``dim`` and all behind it whole on every rank."""
     # Strided shards have a dim too, and are no Shard.
-    places = [Replicate() if getattr(p, "dim", 0) >= 2 else p for p in x.placements]
+    places = [Replicate() if getattr(p, "dim", -1) >= dim else p for p in x.placements]
     if places == list(x.placements):
         return x
     return cast(DTensor, x.detach()).redistribute(placements=places)  # detached as in full_value

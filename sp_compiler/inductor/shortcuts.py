@@ -76,13 +76,12 @@ def vector_units_tried_once() -> Iterator[None]:
     in the cache, by the unit's code and flags, the compiler and torch.
     """
     from torch._inductor.cpu_vec_isa import VecISA, _get_isa_dry_compile_fingerprint
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     check = VecISA.check_build
 
     def check_once(unit: VecISA, code: str) -> bool:
         facts = _get_isa_dry_compile_fingerprint(unit.build_arch_flags()) + code
-        note = Path(cache_dir(), f"vector_unit_{hashlib.sha256(facts.encode()).hexdigest()}")
+        note = _note("vector_unit", facts)
         if note.exists():
             return True
         passes = check(unit, code)
@@ -105,14 +104,13 @@ def header_compiled_once() -> Iterator[None]:
     from torch._inductor import codecache
     from torch._inductor.codecache import write_atomic
     from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     compile_header = codecache._precompile_header
 
     def compile_once(header: str, command: str, **settings: Any) -> str:
         torch_version = torch.__version__, torch.version.git_version
         facts = header, command, get_compiler_version_info(get_cpp_compiler()), torch_version
-        note = Path(cache_dir(), f"header_{hashlib.sha256(repr(facts).encode()).hexdigest()}")
+        note = _note("header", repr(facts))
         if note.exists() and Path(place := note.read_text(encoding="utf-8")).exists():
             return place
         place = compile_header(header, command, **settings)
@@ -141,3 +139,10 @@ def keys_unexplained() -> Iterator[None]:
 
     with mock.patch.object(FxGraphCachePickler, "debug_lines", explain_if_read):
         yield
+
+
+def _note(kind: str, facts: str) -> Path:
+    """Return the file of Inductor's cache that notes something of these ``facts``."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir(), f"{kind}_{hashlib.sha256(facts.encode()).hexdigest()}")

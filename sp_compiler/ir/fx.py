@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -17,13 +17,19 @@ from sp_compiler.ops.convert import CONVERT
 
 def arguments(node: Node) -> dict[str, Any]:
     """Return the arguments of an ATen call by schema name, including defaults."""
-    schema = node.target._schema
+    return named_arguments(node.target, node.args, node.kwargs)
+
+
+def named_arguments(
+    operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return :func:`arguments` of a call of ``operation`` with these."""
     values: dict[str, Any] = {}
-    for position, argument in enumerate(schema.arguments):
-        if position < len(node.args):
-            values[argument.name] = node.args[position]
-        elif argument.name in node.kwargs:
-            values[argument.name] = node.kwargs[argument.name]
+    for position, argument in enumerate(operation._schema.arguments):
+        if position < len(args):
+            values[argument.name] = args[position]
+        elif argument.name in kwargs:
+            values[argument.name] = kwargs[argument.name]
         elif argument.has_default_value():
             values[argument.name] = argument.default_value
     return values

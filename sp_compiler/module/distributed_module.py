@@ -258,9 +258,8 @@ class DistributedModule(Inspection, Weights):
         # Copies of what the last forward stored have no graph behind them, which cannot be copied.
         for module in (*self.modules(), *state.original.model.modules()):
             for leaf in pytree.tree_leaves(list(vars(module).values())):
-                if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter):
-                    continue
-                if not leaf.is_leaf:
+                is_stored = isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)
+                if is_stored and not leaf.is_leaf:
                     memo[id(leaf)] = leaf.detach().clone()
         result: DistributedModule = super().__deepcopy__(memo)
         result._attach(state.copied(result, memo))

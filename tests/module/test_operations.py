@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ from sp_compiler.module.dtensors.patches import (
 from sp_compiler.module.outputs import ShardedOutput
 from sp_compiler.module.segmented_shard import segmented_shard
 from tests.helpers.ranks import run_on_ranks
+from tests.helpers.two_ranks import full
 
 _LOSSES: dict[str, Callable[..., Tensor]] = {
     "mse": F.mse_loss,
@@ -51,9 +52,8 @@ _TARGET = torch.linspace(-1, 3, 30, dtype=torch.float64).view(5, 6).t()
 def _gradient(loss: Callable[..., Tensor], x: Tensor, target: Tensor, reduction: str) -> Tensor:
     x.requires_grad_()
     (3 * loss(x, target, reduction=reduction)).backward()
-    grad = x.grad
-    assert grad is not None
-    return grad.full_tensor() if isinstance(grad, DTensor) else grad
+    assert x.grad is not None
+    return full(x.grad)
 
 
 def _gradients() -> dict[tuple[str, ...], Tensor]:
@@ -100,37 +100,28 @@ def _convolved(convolution: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tens
     if isinstance(x, DTensor):
         output.__class__ = ShardedOutput
     result = convolution(output)
-    full = result.full_tensor() if isinstance(result, DTensor) else result
-    full.square().sum().backward()
+    whole = result.full_tensor() if isinstance(result, DTensor) else result
+    whole.square().sum().backward()
     assert x.grad is not None
-    return full.detach(), x.grad.full_tensor() if isinstance(x.grad, DTensor) else x.grad
+    return whole.detach(), full(x.grad)
 
 
 def _gradient_through(pool: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     x.requires_grad_()
     pool(x).square().sum().backward()
     assert x.grad is not None
-    return x.grad.full_tensor() if isinstance(x.grad, DTensor) else x.grad
+    return full(x.grad)
 
 
-def _pools() -> dict[tuple[str, int], Tensor]:
-    """By pool and sharded dim."""
+def _of_sharded_images(
+    measure: Callable[..., Any], functions: Mapping[str, Callable[[Tensor], Tensor]]
+) -> dict[tuple[str, int], Any]:
+    """``measure(function, images)`` by name of the function and sharded dim."""
     convolve_whole_dims()
     mesh = init_device_mesh("cpu", (2,))
     return {
-        (name, dim): _gradient_through(pool, distribute_tensor(_IMAGES.clone(), mesh, [Shard(dim)]))
-        for name, pool in _POOLS.items()
-        for dim in range(4)
-    }
-
-
-def _convolutions() -> dict[tuple[str, int], tuple[Tensor, Tensor]]:
-    """By convolution and sharded dim."""
-    convolve_whole_dims()
-    mesh = init_device_mesh("cpu", (2,))
-    return {
-        (name, dim): _convolved(convolution, distribute_tensor(_IMAGES.clone(), mesh, [Shard(dim)]))
-        for name, convolution in _CONVOLUTIONS.items()
+        (name, dim): measure(function, distribute_tensor(_IMAGES.clone(), mesh, [Shard(dim)]))
+        for name, function in functions.items()
         for dim in range(4)
     }
 
@@ -159,7 +150,9 @@ def _extremes() -> dict[tuple[str, int], Tensor]:
 
 
 def _all() -> tuple[Any, ...]:
-    return _gradients(), _convolutions(), _extremes(), _pools()
+    convolutions = _of_sharded_images(_convolved, _CONVOLUTIONS)
+    pools = _of_sharded_images(_gradient_through, _POOLS)
+    return _gradients(), convolutions, _extremes(), pools
 
 
 @pytest.fixture(scope="module")

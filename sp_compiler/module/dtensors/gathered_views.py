@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
 from sp_compiler.base.errors import UnsupportedError
+from sp_compiler.ir.fx import named_arguments
 
 # The views for which DTensor gathers; of the others it makes views, or raises an error.
 _GATHERING = tuple(
@@ -173,11 +174,10 @@ def write_whole(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 def _written(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[DTensor]:
     """Return the arguments that ``operation`` writes into."""
-    arguments = operation._schema.arguments
-    values = {**dict(zip((a.name for a in arguments), args, strict=False)), **kwargs}
+    values = named_arguments(operation, args, kwargs)
     written = [
         values[a.name]
-        for a in arguments
+        for a in operation._schema.arguments
         if a.alias_info is not None and a.alias_info.is_write and a.name in values
     ]
     return [x for x in pytree.tree_leaves(written) if isinstance(x, DTensor)]

@@ -49,6 +49,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.experimental import register_sharding
 
 from sp_compiler.base.errors import UnsupportedError
+from sp_compiler.ir.fx import named_arguments
 from sp_compiler.module.dtensors.gathered_views import full_value, run_past_handlers, write_whole
 
 _FUSED_STEPS = tuple(
@@ -132,7 +133,7 @@ def convolve_whole_dims() -> None:
     """Make convolutions and pooling gather the dims that they run along, for the process."""
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     for operation in _CONVOLUTIONS:
-        handlers[operation] = _WholeDims(handlers[operation])
+        handlers[operation] = functools.partial(_convolve, handlers[operation])
     for operation in _POOLS:
         handlers[operation] = _pool
 
@@ -181,16 +182,12 @@ class _ShardedFirst:
         return self._handler(operation, (ordered, *args[1:]), kwargs)
 
 
-class _WholeDims:
-    def __init__(self, handler: Any) -> None:
-        self._handler = handler
-
-    def __call__(
-        self, operation: Any, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> object:
-        # Batch and channels may be sharded.
-        whole = [_whole_from(x, 2) if isinstance(x, DTensor) else x for x in args]
-        return self._handler(operation, tuple(whole), kwargs)
+def _convolve(
+    handler: Any, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> object:
+    # Batch and channels may be sharded.
+    whole = [_whole_from(x, 2) if isinstance(x, DTensor) else x for x in args]
+    return handler(operation, tuple(whole), kwargs)
 
 
 def _pool(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -274,12 +271,10 @@ def _read_number(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 def _mean_over_all(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run the gradient of a loss: of a mean as that of the sum, divided by the elements."""
-    arguments = operation._schema.arguments
-    given = {a.name: a.default_value for a in arguments if a.has_default_value()}
-    given |= {**dict(zip((a.name for a in arguments), args, strict=False)), **kwargs}
+    given = named_arguments(operation, args, kwargs)
     is_mean = given["reduction"] == _MEAN
     given["reduction"] = _SUM if is_mean else given["reduction"]
-    result, _ = run_past_handlers(operation, [given[a.name] for a in arguments], {})
+    result, _ = run_past_handlers(operation, [*given.values()], {})
     return result / given["self"].numel() if is_mean else result
 
 

@@ -18,6 +18,7 @@ from sp_compiler.module.dtensors.patches import (
     check_sharded_gradients_first,
     convolve_whole_dims,
     divide_by_all_elements,
+    divide_by_whole_sums,
     draw_whole_tensors,
     format_as_numbers,
     read_true_numbers,
@@ -108,6 +109,7 @@ class DistributedModule(Inspection, Weights):
             check_sharded_gradients_first()
             convolve_whole_dims()
             divide_by_all_elements()
+            divide_by_whole_sums()
             draw_whole_tensors()
             format_as_numbers()
             read_true_numbers()

@@ -18,6 +18,7 @@ from torch.torch_version import TorchVersion
 from sp_compiler.module.dtensors.patches import (
     convolve_whole_dims,
     divide_by_all_elements,
+    divide_by_whole_sums,
     sum_over_all_dims,
 )
 from sp_compiler.module.outputs import ShardedOutput
@@ -139,6 +140,7 @@ _EXTREMES: dict[str, Callable[[Tensor], Tensor]] = {
 
 def _extremes() -> dict[tuple[str, int], Tensor]:
     """Gradients by function and sharded dim."""
+    divide_by_whole_sums()
     sum_over_all_dims()
     mesh = init_device_mesh("cpu", (2,))
     result = {}

@@ -23,7 +23,8 @@ its result is as small as that of the part; the gradient of ``adaptive_avg_pool2
 without a batch is wrong. Here the dim is gathered.
 
 ``sum(dim=(), keepdim=True)``, a sum over all dims, sums each rank's part alone. With it, autograd
-counts the elements that share the maximum of ``weight.amax()`` or ``weight.norm(math.inf)``.
+counts the elements that share the maximum of ``weight.amax()`` or ``weight.norm(math.inf)``, and
+divides by their number, which torch 2.11 does part by part.
 
 ``weight.normal_()`` of a sharded weight draws the part of each rank from that rank's own generator:
 with equal seeds, on a CPU, all parts are equal. Here the full tensor is drawn, as without sharding,
@@ -46,7 +47,9 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._ops import _pointwise_ops
 from torch.distributed.tensor.experimental import register_sharding
+from torch.torch_version import TorchVersion
 
 from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.ir.fx import named_arguments
@@ -143,6 +146,18 @@ def sum_over_all_dims() -> None:
     """Make a sum over an empty list of dims one over all of them, for the process."""
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers[torch.ops.aten.sum.dim_IntList] = _sum
+
+
+@functools.cache
+def divide_by_whole_sums() -> None:
+    """Make a division by a sum reduce that first, for the process.
+
+    Torch 2.11 takes a quotient of a replicated number and a pending sum for a pending sum.
+    """
+    if TorchVersion(torch.__version__) < "2.12":
+        for operation in (torch.ops.aten.div.Tensor, torch.ops.aten.div_.Tensor):
+            # Later versions have no such table.
+            _pointwise_ops.linear_pointwise_ops.pop(operation, None)  # type: ignore[attr-defined]
 
 
 @functools.cache

@@ -44,11 +44,15 @@ class Fused:
     Attributes:
         name: of the function.
         reason: why it runs as generated; "" if it is compiled.
+        is_rare: whether the usual training step does not call it.
+        before_first_call: called with real tensors at hand, to compile it on all ranks or on none.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.name = function.__qualname__
         self.reason = ""
+        self.is_rare = False
+        self.before_first_call: Callable[[], object] = self.compile
         self._function = function
         self._traced: Traced | None = None
         self._kernels: Callable[[list[Any]], Sequence[Any]] | None = None
@@ -63,9 +67,9 @@ class Fused:
             except Exception as error:  # of torch: whatever operator it cannot trace or decompose
                 self.run_as_written(first_line(error))
                 return self._function(tp, *arguments)
-        if self.reason or self._traced is None:
-            return self._function(tp, *arguments)
-        if self._kernels is None and self.compile():
+        if self._traced is not None and self._kernels is None:
+            self.before_first_call()
+        if self._traced is None:
             return self._function(tp, *arguments)
         results = tp.on_each_rank(self._run, arguments)
         return results if self._traced.several else results[0]

@@ -50,9 +50,17 @@ class LossBackward:
 
 
 class Kernel(Protocol):
-    """A function of the generated code that the backend compiles when the program first runs."""
+    """A function of the generated code that the backend compiles when the program first runs.
+
+    Attributes:
+        name: of the function.
+        is_rare: whether the usual training step does not call it.
+        before_first_call: what it calls when it must run and is not compiled: :meth:`compile`.
+    """
 
     name: str
+    is_rare: bool
+    before_first_call: Callable[[], object]
 
     def compile(self) -> str:
         """Compile it if it is not compiled yet; return the reason of a failure, "" for success."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from sp_compiler.ir.compiled_program import CompiledProgram
+import functools
+
+from sp_compiler.ir.compiled_program import CompiledProgram, Kernel
 from sp_compiler.runtime.rank_checks import RankAgreement
 
 
@@ -11,21 +13,28 @@ def compile_kernels(agreement: RankAgreement, compiled: CompiledProgram) -> None
     all.
 
     Generated code and kernels round differently: replicated values would drift apart between a rank
-    that runs one and a rank that runs the other. The reasons are added to the plan.
+    that runs one and a rank that runs the other. The reasons are added to the plan. What the usual
+    training step does not call is compiled, likewise, when it is called.
 
     Raises:
         RankMismatchError: a rank does not come, or has not compiled one function in time.
         RankFailureError: a rank has failed.
     """
-    notes: list[str] = []
     for region in compiled.program.regions:
         for kernel in compiled.kernels.get(region.name, ()):
-            # One by one: ranks that find different parts in their caches stay close together, and
-            # none waits for longer than another takes for one function.
-            reasons = agreement.exchanged(f"compiles {kernel.name}", kernel.compile())
-            failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
-            if failed:
-                kernel.run_as_written(failed[0])
-                notes.append(f"{kernel.name} runs as written, on all ranks: {failed[0]}")
+            compile_it = functools.partial(_compile, kernel, agreement, compiled)
+            if kernel.is_rare:
+                kernel.before_first_call = compile_it
+            else:
+                compile_it()
     compiled.kernels = {}
-    compiled.add_notes(notes)
+
+
+def _compile(kernel: Kernel, agreement: RankAgreement, compiled: CompiledProgram) -> None:
+    # One by one: ranks that find different parts in their caches stay close together, and none
+    # waits for longer than another takes for one function.
+    reasons = agreement.exchanged(f"compiles {kernel.name}", kernel.compile())
+    failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
+    if failed:
+        kernel.run_as_written(failed[0])
+        compiled.add_notes([f"{kernel.name} runs as written, on all ranks: {failed[0]}"])

@@ -23,7 +23,10 @@ SAID = "runs as written"
 
 
 class Net(nn.Module):
-    """A block with a parameter that is replicated, whose gradient depends on every kernel."""
+    """A block with a parameter that is replicated, whose gradient depends on every kernel.
+
+    A step whose gradients come from the loss alone does not run all kernels.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,19 +34,25 @@ class Net(nn.Module):
         self.up = nn.Linear(16, 32, bias=False)
         self.down = nn.Linear(32, 16, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y = x * self.scale + x
-        return (F.dropout(self.down(torch.sin(self.up(y)) * 2 + 1), 0.5) + y).square().mean()
+        y = F.dropout(self.down(torch.sin(self.up(y)) * 2 + 1), 0.5) + y
+        return y.square().mean(), y
 
 
-def _step(module: nn.Module) -> dict[str, Any]:
+def _step(module: nn.Module, from_loss: bool = True) -> dict[str, Any]:
     x = torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     torch.manual_seed(7)  # of the masks
-    loss = module(x)
-    loss.backward()
+    module.zero_grad()
+    loss, y = module(x)
+    (loss if from_loss else loss + y.exp().mean()).backward()
     grads = {name: p.grad for name, p in module.named_parameters()}
     full = {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in grads.items()}
     return {"loss": loss.detach(), **full}
+
+
+def _notes(module: Any) -> list[str]:
+    return [note for note in module.plan.notes if SAID in note]
 
 
 def _steps(folder: str) -> list[dict[str, Any]]:
@@ -62,9 +71,10 @@ def _steps(folder: str) -> list[dict[str, Any]]:
         with own_cache(Path(folder, f"cache-{rank}")), config.patch(broken):
             time.sleep(1.0 * rank)
             step = _step(module)
-        hits = counters["inductor"]["fxgraph_cache_hit"]
-        notes = [note for note in module.plan.notes if SAID in note]
-        results.append({"step": step, "hits": hits, "notes": notes})
+            hits, notes = counters["inductor"]["fxgraph_cache_hit"], _notes(module)
+            both = _step(module, from_loss=False)
+        late = _notes(module)[len(notes) :]
+        results.append({"steps": (step, both), "hits": hits, "notes": notes, "late": late})
     return results
 
 
@@ -74,14 +84,20 @@ def test_a_killed_compiler_and_a_cold_cache_on_one_rank(tmp_path: Path) -> None:
     ranks = run_on_ranks(2, _steps, str(tmp_path))
     eager, killed, cold = ([rank[at] for rank in ranks] for at in range(3))
     for found in (*killed, *cold):
-        for name, value in eager[0]["step"].items():
-            torch.testing.assert_close(found["step"][name], value, rtol=1e-12, atol=1e-14)
+        for step, expected in zip(found["steps"], eager[0]["steps"], strict=True):
+            for name, value in expected.items():
+                torch.testing.assert_close(step[name], value, rtol=1e-12, atol=1e-14)
     # On both alike, though on rank 0 everything was compiled.
-    assert killed[0]["notes"] == killed[1]["notes"] != []
-    assert all("on all ranks: rank 1: " in note for note in killed[0]["notes"])
-    assert not cold[0]["notes"]
-    assert not cold[1]["notes"]
+    for when, function in (("notes", ".loss_backward_"), ("late", ".backward_")):
+        assert killed[0][when] == killed[1][when] != []
+        assert all("on all ranks: rank 1: " in note for note in killed[0][when])
+        # What the loss alone does not need is compiled when it is called.
+        assert any(function in note for note in killed[0][when])
+    assert not any(".backward_" in note for note in killed[0]["notes"])
+    for each in cold:
+        assert not each["notes"] + each["late"]
     assert cold[0]["hits"] == len(killed[0]["notes"])
     assert cold[1]["hits"] == 0
     for first, second in (killed, cold):
-        assert torch.equal(first["step"]["scale"], second["step"]["scale"])
+        for one, other in zip(first["steps"], second["steps"], strict=True):
+            assert torch.equal(one["scale"], other["scale"])

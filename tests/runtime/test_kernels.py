@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +10,10 @@ from sp_compiler.runtime.kernels import compile_kernels
 
 
 class _Kernel:
-    def __init__(self, name: str, fails: str = "") -> None:
-        self.name, self.fails = name, fails
+    def __init__(self, name: str, fails: str = "", is_rare: bool = False) -> None:
+        self.name, self.fails, self.is_rare = name, fails, is_rare
         self.compiled, self.written = 0, ""
+        self.before_first_call: Callable[[], object] = self.compile
 
     def compile(self) -> str:
         self.compiled += 1
@@ -70,3 +72,14 @@ def test_those_of_other_stages_are_left_alone() -> None:
     compiled.kernels = {"tail": [other]}
     compile_kernels(_Agreement(), compiled)  # type: ignore[arg-type]
     assert not other.compiled
+
+
+def test_a_rare_one_is_compiled_on_all_ranks_when_it_is_called() -> None:
+    rare = _Kernel("f_1", is_rare=True)
+    compiled, agreement = _compiled(rare, _Kernel("f_2")), _Agreement("compiles f_1")
+    compile_kernels(agreement, compiled)  # type: ignore[arg-type]
+    assert (agreement.met, rare.compiled) == (["compiles f_2"], 0)
+    rare.before_first_call()
+    assert (agreement.met, rare.compiled) == (["compiles f_2", "compiles f_1"], 1)
+    assert rare.written == "rank 0: no memory"
+    assert compiled.notes == ["a", "f_1 runs as written, on all ranks: rank 0: no memory"]

@@ -47,9 +47,11 @@ def compile_regions(regions: Sequence[CompiledRegion], products: bool = True) ->
         code = codes[each.region.name]
         # Once, on all of a region: what one function returns is what the next is given.
         error = _trace(each.partitioned, code, each.world_size)
-        methods = [value for value in vars(code).values() if isinstance(value, staticmethod)]
-        functions = [each.__func__ for each in methods if isinstance(each.__func__, Fused)]
+        functions = _compiled_functions(code)
         kernels[each.region.name] = [fused for fused in functions if fused.is_traced]
+        if each.partitioned.loss is not None:
+            for fused in _compiled_functions(code, of="backward"):
+                fused.is_rare = True  # loss_backward runs instead
         for fused in functions:
             if not fused.is_traced:
                 reason = fused.reason or error
@@ -57,6 +59,17 @@ def compile_regions(regions: Sequence[CompiledRegion], products: bool = True) ->
                 notes.append(f"{fused.name} runs as written, not by Inductor: {reason}")
     names = {name: text.names for name, text in texts.items()}
     return LoadedProgram(source, codes, names, tuple(notes), kernels)
+
+
+def _compiled_functions(code: Any, of: str = "") -> list[Fused]:
+    """Return the parts that Inductor compiles, of all methods or of one."""
+    return [
+        value.__func__
+        for name, value in vars(code).items()
+        if isinstance(value, staticmethod)
+        and isinstance(value.__func__, Fused)
+        and of in ("", name.rpartition("_")[0])
+    ]
 
 
 def _trace(parts: Partitioned, code: Any, world_size: int) -> str:

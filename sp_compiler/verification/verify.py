@@ -78,8 +78,8 @@ def verify(
             "sp_compiler.compile(..., verify=True)"
         )
     checked = CompileOptions.of(tp, options)
-    asked = kwargs.get("use_cache") is True
-    if asked:
+    asked = kwargs.get("use_cache")
+    if asked is True:
         kwargs = {**kwargs, "use_cache": False}
     # A copy, for export writes attributes, and buffers that a forward changes would differ between
     # the two sides.

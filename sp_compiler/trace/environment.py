@@ -86,7 +86,9 @@ def _is_without_effect(hook: Any) -> bool:
 
 
 @contextlib.contextmanager
-def export_context(model: nn.Module, *, use_cache: bool | None = None) -> Iterator[list[FunctionCall]]:
+def export_context(
+    model: nn.Module, *, use_cache: bool | None = None
+) -> Iterator[list[FunctionCall]]:
     """Context in which a model is exported; it restores everything at its end.
 
     Yields the calls of autograd functions, a list that grows while the model is exported.

@@ -320,9 +320,7 @@ def capture_error(
             "arguments; a check (assert, isnan) belongs outside of forward"
         )
         return CaptureError(f"{text}\n{where}  {ADVICE}{advice}")
-    advice = (
-        "the model's forward must run as it is on the example inputs; run it once without compiling"
-    )
+    advice = "the model's forward must run as it is on these inputs; run it once without compiling"
     # Torch 2.11 gets as far as comparing such an object with a constant.
     unknown_class = ("register a pytree", "register_dataclass", "unhashable type")
     if ".numpy()" in text:

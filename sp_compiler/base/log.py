@@ -8,9 +8,9 @@ import sys
 
 from sp_compiler.base.errors import ArgumentError, expected_one_of
 
+# Without a handler of its own: Python then writes what is at least a warning to stderr, such as
+# what a step is compiled again for, unless the application has handlers.
 LOG = logging.getLogger("sp_compiler")
-# Silent unless somebody asks: else logging would write warnings of a library by itself.
-LOG.addHandler(logging.NullHandler())
 VARIABLE = "SP_COMPILER_LOG"
 _LEVELS = ("debug", "info", "warning", "error")
 

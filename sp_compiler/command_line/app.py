@@ -18,7 +18,7 @@ from sp_compiler.base.pass_report import Pass
 from sp_compiler.base.units import bytes_text, parse_bytes
 from sp_compiler.command_line.bench import bench as measure_steps
 from sp_compiler.command_line.bench import joined_ranks
-from sp_compiler.command_line.doctor import examine
+from sp_compiler.command_line.doctor import examine, version_option
 from sp_compiler.command_line.memory import memory_text
 from sp_compiler.command_line.models import Loaded, Note, presets
 from sp_compiler.command_line.request import (
@@ -45,6 +45,7 @@ from sp_compiler.verification.verify import verify as verify_model
 
 app = typer.Typer(
     name="sp-compiler",
+    callback=version_option,
     help="Tensor and sequence parallelism for unmodified PyTorch models. Exit codes: 0 yes, "
     "1 no (verify, doctor, suggest, plan --fits, diff --exit-code), 2 wrong arguments, "
     "3 the model failed.",
@@ -180,8 +181,7 @@ def _plan_data(result: Plan | GridPlan) -> dict[str, Any]:
     if isinstance(result, Plan):
         return {**result.to_dict(), "grid": None}
     data = result.to_dict()
-    plan_data = data.pop("microbatch")
-    return {**plan_data, "grid": data}
+    return {**data.pop("microbatch"), "grid": data}
 
 
 @app.command(help=_SUGGEST_HELP)
@@ -349,10 +349,8 @@ def doctor(
 ) -> None:
     with failures("doctor", traceback=traceback), progress("compiling a small model"):
         facts = examine()
-    if as_json:
-        typer.echo(json.dumps([vars(fact) for fact in facts], indent=2))
-    else:
-        typer.echo("\n".join(map(str, facts)))
+    lines = "\n".join(map(str, facts))
+    typer.echo(json.dumps([vars(fact) for fact in facts], indent=2) if as_json else lines)
     if not all(fact.ok for fact in facts):
         raise typer.Exit(FAILED)
 

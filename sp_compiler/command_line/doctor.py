@@ -9,8 +9,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
+from typing import Annotated
 
 import torch
+import typer
 from packaging.requirements import Requirement
 from torch import Tensor, nn
 
@@ -28,6 +30,24 @@ class Fact:
 
     def __str__(self) -> str:
         return f"{'ok ' if self.ok else 'BAD'} {self.name:<14} {self.text}"
+
+
+def _show_versions(asked: bool) -> None:
+    if asked:
+        typer.echo(f"sp_compiler {version('sp-compiler')}, torch {torch.__version__}")
+        raise typer.Exit
+
+
+def version_option(
+    _: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_versions, is_eager=True,
+            help="Versions of sp_compiler and torch; doctor shows more.",
+        ),
+    ] = False,
+) -> None:  # fmt: skip
+    """Take the options of ``sp-compiler`` itself, in front of a command."""
 
 
 def examine() -> list[Fact]:

@@ -8,11 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
 
-from sp_compiler.base.errors import ArgumentError
+from sp_compiler.base.errors import ArgumentError, CaptureError
 from sp_compiler.base.log import LOG
 from sp_compiler.base.placement import I, Placement
 from sp_compiler.grid.data_parallel import apply_data_parallelism
@@ -24,9 +25,10 @@ from sp_compiler.runtime.executor import Executor
 from sp_compiler.runtime.group import broadcast, broadcast_over_data, forward_seed
 from sp_compiler.runtime.kernels import compile_kernels
 from sp_compiler.runtime.parameter_gradients import local_tensor
-from sp_compiler.runtime.program_cache import call_key
+from sp_compiler.runtime.program_cache import CallKey, call_key
 from sp_compiler.runtime.rank_checks import fingerprints
-from sp_compiler.trace.environment import without_saved_tensor_hooks
+from sp_compiler.trace.arguments import argument_text
+from sp_compiler.trace.environment import ADVICE, without_saved_tensor_hooks
 from sp_compiler.trace.export import input_names
 
 
@@ -55,10 +57,18 @@ def executor_for(state: ModuleState, leaves: list[Any], structure: pytree.TreeSp
     if executor is None:
         # Parameters that are placed under inference_mode could never be trained.
         with torch.inference_mode(False), without_saved_tensor_hooks():
+            args, kwargs = pytree.tree_unflatten(leaves, structure)
+            # Before the capture, whose error would be about code of torch.export.
+            bound = state.original.bound_arguments(args, kwargs)
+            arguments = {name: argument_text(value) for name, value in bound.items()}
             open_dims = state.programs.opens(key, leaves)
             if len(state.programs):
-                _log_new_inputs(names(), leaves, open_dims)
-            executor = _compile(state, leaves, structure, open_dims)
+                _say_compiled_again(state, key, arguments, open_dims)
+            try:
+                executor = _compile(state, leaves, structure, open_dims)
+            except CaptureError as error:
+                raise _beside_latest(state, arguments, error) from error.__cause__
+            state.compiled_for = arguments, key.parts()
         program = executor.compiled.program
         if program.decisions:
             key = replace(key, decisions=tuple(map(str, program.decisions)))
@@ -68,15 +78,44 @@ def executor_for(state: ModuleState, leaves: list[Any], structure: pytree.TreeSp
     return executor
 
 
-def _log_new_inputs(names: Sequence[str], leaves: Sequence[Any], open_dims: bool) -> None:
-    """Say what a module that ran before is compiled again for: a step takes seconds, or minutes."""
-    tensors = (
-        f"{name} {str(leaf.dtype).removeprefix('torch.')}{[*leaf.shape]}"
-        for name, leaf in zip(names, leaves, strict=True)
-        if isinstance(leaf, Tensor)
+def _say_compiled_again(
+    state: ModuleState, key: CallKey, arguments: Mapping[str, str], open_dims: bool
+) -> None:
+    """Say, on rank 0, what a module that ran before is compiled again for: it takes seconds, or
+    minutes, inside a training step."""
+    if dist.is_initialized() and dist.get_rank():
+        return
+    latest, facts = state.compiled_for
+    changed = [f"{name} {text}" for name, text in arguments.items() if latest.get(name) != text]
+    # What is in the structure has been said of the arguments.
+    parts = {name: text for name, text in key.parts().items() if name != "structure"}
+    changed += [f"other {name}" for name, text in parts.items() if facts.get(name) != text]
+    how = ""
+    if open_dims:
+        how = ", once for all other sizes: it takes about five times as long as the first time"
+    if state.programs.has_other_sizes(key):
+        how += "; inputs padded to one size avoid it"
+    model = type(state.original.model).__name__
+    LOG.warning("%s is compiled again for %s%s", model, ", ".join(changed) or "these inputs", how)
+
+
+def _beside_latest(
+    state: ModuleState, arguments: Mapping[str, str], error: CaptureError
+) -> CaptureError:
+    """Return ``error`` with what distinguishes the call from the one that was compiled last."""
+    latest, _ = state.compiled_for
+    differences = [
+        f"{name} is {text}, and was {latest.get(name, 'not given')}"
+        for name, text in arguments.items()
+        if latest and latest.get(name) != text
+    ]
+    if not differences:
+        return error
+    said, advice, rest = str(error).rpartition(ADVICE)
+    return CaptureError(
+        f"{said.rstrip()}\n  compiled for other arguments: {'; '.join(differences)}\n"
+        f"  {advice}pass arguments as in the call before; if these are meant, {rest}"
     )
-    sizes = ", with sizes left open: longer, but for all further ones" if open_dims else ""
-    LOG.info("no program yet for %s%s", ", ".join(tensors) or "these inputs", sizes)
 
 
 def shard_over_data(state: ModuleState) -> None:
@@ -230,8 +269,6 @@ def _compile(
         _refuse_optimizer_state(state)
         _refuse_other_parallelism(state)
     args, kwargs = pytree.tree_unflatten(leaves, structure)
-    # Before the capture, whose error would be about code of torch.export.
-    state.original.check_arguments(args, kwargs)
     with state.original.awake(state.root, state.computed_as(), state.absent_dtype) as model:
         if state.fixed is None:
             _refuse_empty(state, leaves, input_names(model, args, kwargs))

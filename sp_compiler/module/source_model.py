@@ -21,11 +21,13 @@ from sp_compiler.module.parameters import optimizers_of
 from sp_compiler.trace.environment import check_capturable
 
 _TAKEN = "_sp_compiler_taken"
-# What raises, since it would run without numbers, or be lost: eval() calls train().
-_RAISING = (
-    *("forward", "train", "register_forward_hook", "register_forward_pre_hook"),
-    *("register_full_backward_hook", "register_full_backward_pre_hook"),
+# What raises, since it would be lost, or run without numbers: on every module of the model, and on
+# the model itself. eval() calls train().
+_LOST_HOOKS = (
+    *("register_forward_hook", "register_forward_pre_hook"),
+    *("register_full_backward_hook", "register_full_backward_pre_hook", "register_backward_hook"),
 )
+_RAISING = ("forward", "train")
 # What may be read of its parameters. Not ``is_leaf``, which an optimizer asks for.
 _KNOWN = frozenset(
     (
@@ -139,15 +141,23 @@ class Original:
         """The model's own forward, which is hidden except during capture."""
         return self._own.get("forward") or MethodType(type(self.model).forward, self.model)
 
-    def check_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raise :class:`ArgumentError` for arguments that the model's forward does not take."""
+    def bound_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call by name.
+
+        Raises:
+            ArgumentError: the model's forward does not take them.
+        """
         signature = inspect.signature(self.forward)
         try:
-            signature.bind(*args, **kwargs)
+            bound = signature.bind(*args, **kwargs).arguments
         except TypeError as error:
             raise ArgumentError(
                 f"{type(self.model).__name__}: {error}; its forward takes {signature}"
             ) from error
+        for name, parameter in signature.parameters.items():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                bound.update(bound.pop(name, {}))
+        return bound
 
     @contextlib.contextmanager
     def awake(
@@ -200,8 +210,13 @@ class Original:
     def _put_to_sleep(self, mirror: nn.Module) -> None:
         self._install(mirror, _taken_parameter)
         vars(self.model).update(dict.fromkeys(_RAISING, _raise_taken))
+        for module in self.model.modules():
+            vars(module).update(dict.fromkeys(_LOST_HOOKS, _raise_taken))
 
     def _restore_methods(self) -> None:
+        for module in self.model.modules():
+            for name in _LOST_HOOKS:
+                del vars(module)[name]
         for name in _RAISING:
             del vars(self.model)[name]
         vars(self.model).update(self._own)
@@ -325,8 +340,8 @@ def _call_with_few_arguments(face: Any, *args: Any, **kwargs: Any) -> Any:
 def _raise_taken(*args: Any, **kwargs: Any) -> NoReturn:
     raise UnsupportedError(
         "this model was compiled by sp_compiler and its parameters belong to the module that "
-        "sp_compiler.compile returned. Use that instead: call it, train and evaluate it, give its "
-        "parameters() to the optimizer, save its full_state_dict(), load with its "
-        "load_state_dict() or load_pretrained(). Changes of the model itself, such as "
+        "sp_compiler.compile returned. Use that instead: call it, train and evaluate it, register "
+        "hooks on it, give its parameters() to the optimizer, save its full_state_dict(), load "
+        "with its load_state_dict() or load_pretrained(). Changes of the model itself, such as "
         "resize_token_embeddings(), come before the compilation"
     )

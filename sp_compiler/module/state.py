@@ -59,6 +59,7 @@ class ModuleState:
         fixed: placements of all parameters that a program uses; ``None`` before the first one.
         latest: the last program that ran or was compiled.
         latest_key: key of the last call, without decisions.
+        compiled_for: arguments and other facts of the last call that was compiled, as text by name.
         has_data: whether no parameter or buffer was on the meta device at the last check.
     """
 
@@ -97,6 +98,7 @@ class ModuleState:
         self.fixed: dict[str, Placement] | None = None
         self.latest: CompiledProgram | None = None
         self.latest_key: CallKey | None = None
+        self.compiled_for: tuple[Mapping[str, str], Mapping[str, str]] = {}, {}
         self.has_data = False
 
     @property
@@ -125,6 +127,7 @@ class ModuleState:
         result.programs = self.programs.mapped(lambda old: result.executor(old.compiled))
         result.fixed = None if self.fixed is None else dict(self.fixed)
         result.latest = self.latest
+        result.compiled_for = self.compiled_for
         result.fsdp_options = self.fsdp_options
         result.has_data = self.has_data
         return result

@@ -293,6 +293,10 @@ class ProgramCache(Generic[Value]):
         self._entries.move_to_end(key)
         return match.value
 
+    def has_other_sizes(self, key: CallKey) -> bool:
+        """Return whether there is a program for calls that differ from this one in sizes only."""
+        return bool(self._of_other_sizes(key))
+
     def opens(self, key: CallKey, leaves: Sequence[Any]) -> bool:
         """Return whether to leave sizes open in the program for a call that has none yet.
 

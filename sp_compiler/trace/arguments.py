@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from sp_compiler.base.errors import ArgumentError
@@ -67,3 +68,24 @@ def checked_inputs(model: Any, example_inputs: Any) -> tuple[tuple[Any, ...], di
         )
     # Copies, for a caller may go on to change its own.
     return tuple(example_inputs[0]), dict(example_inputs[1])
+
+
+def argument_text(value: Any) -> str:
+    """Return what a user needs to know of an argument's value: ``int64 (2, 96)``, ``list [3, 5]``.
+
+    Of tensors that is the dtype and the shape, of others the type and the beginning of the value.
+    """
+    text = _text(value)
+    if isinstance(value, (Mapping, list, tuple)):
+        text = f"{type(value).__name__} {text}"
+    return textwrap.shorten(text, 100, placeholder=" ...")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {_text(each)}' for key, each in value.items())}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_text, value))}]"
+    return repr(value) if isinstance(value, (type(None), int, float, str)) else type(value).__name__

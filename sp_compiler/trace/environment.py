@@ -86,12 +86,14 @@ def _is_without_effect(hook: Any) -> bool:
 
 
 @contextlib.contextmanager
-def export_context(model: nn.Module, *, use_cache: bool = False) -> Iterator[list[FunctionCall]]:
+def export_context(
+    model: nn.Module, *, use_cache: bool | None = None
+) -> Iterator[list[FunctionCall]]:
     """Context in which a model is exported; it restores everything at its end.
 
     Yields the calls of autograd functions, a list that grows while the model is exported.
 
-    ``use_cache``: whether the caller asked for a cache, which is refused with a warning.
+    ``use_cache``: the caller's argument, if there is one; a cache is refused with a warning.
 
     The root's own hooks run in the caller's module; gradients are recorded regardless of the
     caller's grad mode; autocast does not change.
@@ -163,8 +165,11 @@ def _without_hooks(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_cache(model: nn.Module, *, asked: bool) -> Iterator[None]:
-    """Force ``config.use_cache`` off: a key/value cache cannot leave a captured graph."""
+def without_cache(model: nn.Module, *, asked: bool | None) -> Iterator[None]:
+    """Force ``config.use_cache`` off: a key/value cache cannot leave a captured graph.
+
+    ``asked``: the caller's argument ``use_cache``, which overrides the config's; ``None`` without.
+    """
     # By identity: parts of a model share its config, or have configs that are equal.
     configs: dict[int, Any] = {}
     for module in model.modules():
@@ -173,7 +178,7 @@ def without_cache(model: nn.Module, *, asked: bool) -> Iterator[None]:
             configs[id(config)] = config
     # By rank 0 alone, for every rank has the same configuration. Other warnings are of the module
     # that a rank captures, which may be a stage that rank 0 does not have.
-    is_missed = asked or (bool(configs) and _keeps_cache(model))
+    is_missed = bool(configs) and _keeps_cache(model) if asked is None else asked
     if is_missed and not (dist.is_initialized() and dist.get_rank()):
         _warn_once(model, "use_cache=True is ignored: a compiled model keeps no cache")
     for config in configs.values():
@@ -315,9 +320,7 @@ def capture_error(
             "arguments; a check (assert, isnan) belongs outside of forward"
         )
         return CaptureError(f"{text}\n{where}  {ADVICE}{advice}")
-    advice = (
-        "the model's forward must run as it is on the example inputs; run it once without compiling"
-    )
+    advice = "the model's forward must run as it is on these inputs; run it once without compiling"
     # Torch 2.11 gets as far as comparing such an object with a constant.
     unknown_class = ("register a pytree", "register_dataclass", "unhashable type")
     if ".numpy()" in text:

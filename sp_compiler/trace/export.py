@@ -106,8 +106,8 @@ def capture(
     leaves = _as_examples(leaves, model, open_dims)
     example_args, example_kwargs = pytree.tree_unflatten(leaves, in_spec)
     # An argument overrides the config: export_context switches off the config's alone.
-    use_cache = example_kwargs.get("use_cache") is True
-    if use_cache:
+    use_cache = example_kwargs.get("use_cache")
+    if use_cache is True:
         example_kwargs = {**example_kwargs, "use_cache": False}
     shapes = _open_shapes(model, example_args, example_kwargs) if open_dims else None
     real_leaves, _ = flatten_inputs(args, kwargs)

@@ -66,7 +66,7 @@ class ExportRun:
         model: unmodified.
         args, kwargs: examples.
         shapes: dynamic shapes of the inputs, if sizes are left open.
-        use_cache: whether the caller asked for a cache.
+        use_cache: the caller's argument; ``None`` without.
         leaves: real inputs.
     """
 
@@ -74,7 +74,7 @@ class ExportRun:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     shapes: Any
-    use_cache: bool
+    use_cache: bool | None
     leaves: Sequence[Any]
 
     def run(self) -> Export:

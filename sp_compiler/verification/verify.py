@@ -65,7 +65,8 @@ def verify(
         tp: number of simulated ranks.
 
     Raises:
-        ArgumentError: an invalid argument, or parameters on the ``meta`` device.
+        ArgumentError: an invalid argument, parameters on the ``meta`` device, or a model that
+            returns no tensor.
         UnsupportedError: options that do not work together in this version, or hooks inside the
             model.
         CaptureError: the model has control flow that depends on parameters or activations.
@@ -78,8 +79,8 @@ def verify(
             "sp_compiler.compile(..., verify=True)"
         )
     checked = CompileOptions.of(tp, options)
-    asked = kwargs.get("use_cache") is True
-    if asked:
+    asked = kwargs.get("use_cache")
+    if asked is True:
         kwargs = {**kwargs, "use_cache": False}
     # A copy, for export writes attributes, and buffers that a forward changes would differ between
     # the two sides.
@@ -188,6 +189,11 @@ def _before_sharding(step: Step, options: CompileOptions) -> tuple[list[Comparis
         return undropped(own, partial(own.run_eager, captured.stored), precision)
 
     eager = Reference.of(run_eager)
+    if not any(isinstance(item, Tensor) for item in eager.true.outputs):
+        raise ArgumentError(
+            f"model: {step.name} returns no tensor for these inputs, so there is nothing to "
+            "compare; let its forward return the loss or what it computes"
+        )
     exported = undropped(step, partial(run_flat, captured), eager.precision)
     rows = [eager.compare(Pass.EXPORT, "model", exported)]
     # Later passes answer for the capture: eager code may ask for the dtype, which is another here.

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from typer.testing import CliRunner, Result
 
+import sp_compiler
 from sp_compiler.command_line import models
 from sp_compiler.command_line.app import app
 from sp_compiler.command_line.models import presets
@@ -28,6 +30,12 @@ def _run(*arguments: str) -> Result:
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     return write_config(tmp_path, dtype="bfloat16")
+
+
+def test_versions() -> None:
+    result = _run("--version")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == f"sp_compiler {sp_compiler.__version__}, torch {torch.__version__}\n"
 
 
 def test_plan_of_a_callable() -> None:

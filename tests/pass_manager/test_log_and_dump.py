@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import sp_compiler
@@ -38,20 +39,36 @@ def test_a_line_for_each_pass_while_compiling(
         assert sum(line.startswith("sp_compiler: codegen: ") for line in lines) == 1
 
 
-def test_a_later_call_says_for_which_sizes_it_compiles(
-    monkeypatch: pytest.MonkeyPatch, model: nn.Module, capsys: pytest.CaptureFixture[str]
+def test_a_later_call_says_what_it_compiles_for(
+    model: nn.Module, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("SP_COMPILER_LOG", "info")
+    """A step takes seconds then, and must not look as if it hung; without being asked for."""
+    caplog.set_level("WARNING", LOG.name)  # as it is where nobody configured it
     module = sp_compiler.compile(model, tp=1)
     module(torch.randn(4, 8))
-    assert "no program yet" not in capsys.readouterr().err
+    assert not caplog.messages
     module(torch.randn(6, 8))
-    first, second, *_ = capsys.readouterr().err.splitlines()
-    said = "sp_compiler: no program yet for input float32[6, 8], with sizes left open"
-    assert first.startswith(said)
-    assert second == "sp_compiler: compiling Sequential for 1 ranks"
     module(torch.randn(9, 8))
-    assert not capsys.readouterr().err
+    sizes = "input float32 (6, 8), once for all other sizes: it takes about five times as long"
+    padded = " as the first time; inputs padded to one size avoid it"
+    module.eval()(torch.randn(6, 8))
+    mode = "other modules in training mode"
+    said = [f"Sequential is compiled again for {what}" for what in (sizes + padded, mode)]
+    assert caplog.messages == said
+    assert not LOG.handlers  # Python then writes warnings to stderr
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_alone_says_it(
+    rank: int, model: nn.Module, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("WARNING", LOG.name)  # as it is where nobody configured it
+    module = sp_compiler.compile(model, tp=1)
+    module(torch.randn(4, 8))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    module(torch.randn(4, 8).requires_grad_())
+    assert len(caplog.messages) == 1 - rank
 
 
 def test_a_level_that_does_not_exist(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import sympy
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from sp_compiler.api import plan
 from sp_compiler.base.errors import ArgumentError
@@ -105,6 +107,26 @@ def test_a_formula_holds_at_other_sizes(
     for block in other.blocks:
         found = formula.value(formula.blocks[block.name], b=4, s=18, **symbols)
         assert found == block.kept_bytes
+
+
+class _Packed(nn.Module):
+    """Attention whose q, k and v of each head lie side by side, as in some GPTs and Persimmon."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.qkv(x).view(2, 12, 4, 3, 8)[..., i, :].transpose(1, 2) for i in range(3))
+        y = F.scaled_dot_product_attention(q, k.tanh(), v).transpose(1, 2).reshape(2, 12, 32)
+        return x + self.out(y)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_what_is_picked_by_number_is_a_number(tp: int) -> None:
+    """A dim whose every element the model names has no other size, and no symbol."""
+    found = plan(_Packed(), ((torch.randn(2, 12, 32),), {}), tp=tp, recompute="none")
+    assert _same(_assert_exact(found).total, "4*a*b*s*(8*d + 1)" + "/t" * (tp > 1))
 
 
 def test_a_padded_width_is_rounded_up() -> None:

@@ -38,6 +38,8 @@ def test_a_model_that_keeps_no_cache_misses_none(name: str, warns: bool) -> None
         model = zoo.build(name, use_cache=True)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        with without_cache(model, asked=False):
-            assert model.config.use_cache is False  # type: ignore[union-attr]
+        for argument in (False, None):  # of a call that asks for none, and of one without
+            assert not said
+            with without_cache(model, asked=argument):
+                assert model.config.use_cache is False  # type: ignore[union-attr]
     assert [("keeps no cache" in str(each.message)) for each in said] == [True] * warns

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import re
 import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import sp_compiler
-from sp_compiler import ArgumentError, UnsupportedError
+from sp_compiler import ArgumentError, CaptureError, UnsupportedError
 from sp_compiler.compiler import build
 from sp_compiler.options import CompileOptions
 from tests.helpers.users import (
@@ -185,6 +187,29 @@ def test_the_cache_is_refused_once() -> None:
         module(ids)
     module(ids[:1])
     assert module.config.use_cache is True
+
+
+@pytest.mark.parametrize(
+    ("x", "said", "got"),
+    [
+        (np.zeros((4, 8)), "numpy", "ndarray"),
+        (torch.zeros(4, 5, dtype=torch.float64), r"blocks\.0", r"float64 \(4, 5\)"),
+        (batch().float(), "takes one dtype", r"float32 \(4, 6, 8\)"),
+        ([0.5] * 99, "must be Tensor, not list", r"list \[0\.5, 0\.5,.* \.\.\."),
+    ],
+)
+def test_inputs_of_another_kind(x: Any, said: str, got: str) -> None:
+    """A call after the first is told which argument is not as before."""
+    module = compiled()
+    with pytest.raises(CaptureError, match=said) as first:
+        module(x=x)
+    assert "other arguments" not in str(first.value)
+    module(batch())
+    was = r"x is " + got + r", and was float64 \(4, 6, 8\)\n  what to do: pass arguments as in"
+    with pytest.raises(CaptureError, match=said) as later:
+        module(x=x)
+    assert re.search(f"compiled for other arguments: {was}", str(later.value))
+    module(batch())
 
 
 def test_save_pretrained_on_one_rank(tmp_path: Path) -> None:

@@ -43,6 +43,8 @@ _USES: dict[str, Callable[[Any], object]] = {
     "write": lambda model: model.lm_head.weight.data.zero_(),
     "freeze": lambda model: model.requires_grad_(False),
     "hook": lambda model: model.register_forward_hook(print),
+    "hook of a layer": lambda model: model.model.layers[0].register_forward_pre_hook(print),
+    "gradient of a layer": lambda m: m.model.layers[0].mlp.register_full_backward_hook(print),
     "hook of a weight": lambda model: model.lm_head.weight.register_hook(print),
     "number": lambda model: model.lm_head.weight.sum().item(),
     "numpy": lambda model: model.lm_head.weight.detach().numpy(),

@@ -323,3 +323,19 @@ def test_arguments() -> None:
         verify(model, ((torch.zeros(2, 4),), {}))
     with pytest.raises(ArgumentError, match="args, kwargs"):
         verify(nn.Linear(4, 4), torch.zeros(2, 4))  # type: ignore[arg-type]
+
+
+class _Silent(nn.Module):
+    """Computes, and returns a count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> dict[str, int]:
+        return {"rows": len(self.linear(x))}
+
+
+def test_a_model_that_returns_no_tensor_is_not_called_right() -> None:
+    with pytest.raises(ArgumentError, match=r"_Silent returns no tensor.*nothing to compare"):
+        verify(_Silent(), ((torch.zeros(2, 4),), {}))

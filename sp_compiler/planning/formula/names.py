@@ -151,6 +151,8 @@ class Names:
         return self._written[atom]
 
     def _without_role(self, atom: Atom) -> sympy.Expr:
+        if atom.is_counted:
+            return sympy.Integer(atom.value)
         # A number that the model has for a size, half of a dim for one: written by that dim.
         if atom.hint is not None:
             hinted = expression(atom.hint.dim, self._atom, WORLD)

@@ -12,10 +12,11 @@ block, in under 0.2 s per model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
@@ -31,6 +32,7 @@ from sp_compiler.planning.formula.operators import (
 )
 from sp_compiler.planning.formula.sizes import (
     Atom,
+    resolved,
     size_of,
     unify,
     unknown,
@@ -134,7 +136,20 @@ def _follow(graph: Graph, given: Sequence[Shape], has_batch_of_one: bool) -> dic
             if node.target in VIEWS and has_batch_of_one:
                 results = [_doubted(shape, known[node.args[0].name][0]) for shape in results]
             known[node.name] = _checked(node, results, has_batch_of_one)
+    _find_counted(graph, known)
     return known
+
+
+def _find_counted(graph: Graph, known: Mapping[str, Sequence[Shape]]) -> None:
+    """Mark the dims of which each element is picked by a number that the model has for it."""
+    picked: dict[Atom, set[int]] = {}
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.select.int):
+        source, dim, index = node.args
+        factors = resolved(known[source.name][0][dim])
+        if len(factors) == 1:
+            picked.setdefault(factors[0], set()).add(index % factors[0].value)
+    for atom, indices in picked.items():
+        atom.is_counted = len(indices) == atom.value > 1
 
 
 def _doubted(result: Shape, source: Shape) -> Shape:

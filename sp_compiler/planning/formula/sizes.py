@@ -29,6 +29,7 @@ class Atom:
         in_doubt: a 1 that the graph has as a number, in a program for a batch of one: the batch, or
             a dim that is 1 in every batch and is broadcast.
         cut: the dim that it is a slice of, and where that begins.
+        is_counted: whether the model picks each element by a number: the 3 of fused q, k and v.
     """
 
     value: int
@@ -36,6 +37,7 @@ class Atom:
     hint: Hint | None = None
     in_doubt: bool = False
     cut: tuple[Dim, int] | None = None
+    is_counted: bool = False
 
 
 Dim = tuple[Atom, ...]
@@ -221,6 +223,7 @@ def _equate(atom: Atom, dim: Dim) -> None:
         elif other.hint.divided == atom.hint.divided and other.hint.less == atom.hint.less:
             unify(atom.hint.dim, other.hint.dim)
     # Kept with the unknown that stands for both.
+    other.is_counted |= atom.is_counted and not rest
     if atom.cut is not None and not rest and other.meaning is None and other.cut is None:
         other.cut = None if _depends(atom.cut[0], other) else atom.cut
 
@@ -231,10 +234,8 @@ def _depends(dim: Iterable[Atom], atom: Atom) -> bool:
 
 def _inside(atom: Atom) -> Dim:
     match atom.meaning:
-        case Product(dim, _):
+        case Product(dim, _) | Share(dim, _):
             return dim
-        case Share(full, _):
-            return full
         case Sum(parts):
             return tuple(itertools.chain.from_iterable(parts))
         case None:
@@ -297,9 +298,8 @@ def joined(parts: Sequence[Dim]) -> Dim:
     """The dim that ``parts`` put together make."""
     if len(parts) == 1:
         return parts[0]
-    if (source := _cut_from(parts)) is not None:
-        return source
-    return (Atom(sum(map(size_of, parts)), Sum(tuple(parts))),)
+    # Slices of a dim, two or more, make one that has factors.
+    return _cut_from(parts) or (Atom(sum(map(size_of, parts)), Sum(tuple(parts))),)
 
 
 def uncut(dim: Dim) -> Dim:

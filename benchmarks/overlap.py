@@ -284,10 +284,33 @@ def print_half_batches(name: str) -> None:
         cells = []
         for halves in (False, True):
             program = compiled(name, 2, hardware=device, half_batches=halves)
-            exposed = program.plan.schedule.exposed_us
-            times = " + ".join(f"{exposed_us / 1000:.2f}" for exposed_us in exposed.values())
+            if halves and not _is_split(program):
+                cells.append("not split | ")
+                continue
+            waits = program.plan.schedule.exposed_us
+            times = " + ".join(f"{exposed_us / 1000:.2f}" for exposed_us in waits.values())
             cells.append(f"{times} | {bytes_text(step_memory(program).peak_bytes)}")
         print(f"| {name} | {share:.0%} | {' | '.join(cells)} |", flush=True)
+
+
+def print_half_backwards(name: str, policies: Sequence[str]) -> None:
+    """Print a line for each policy: what a layer's backward exposes with half batches, by link."""
+    parts = block_of(compiled(name, recompute="none", overlap=False)).partitioned
+    assert parts.backward is not None
+    for recompute in policies:
+        cells = []
+        for share in SHARES:
+            # Of a half batch, as of the batch of 1 in the table without.
+            device = with_communication(share, [parts.forward, parts.backward])
+            program = compiled(name, 2, hardware=device, half_batches=True, recompute=recompute)
+            graph = block_of(program).partitioned.middle_backward
+            assert graph is not None
+            cells.append(f"{exposed(graph, device):.1%}" if _is_split(program) else "not split")
+        print(f"| {name} | {recompute} | {' | '.join(cells)} |", flush=True)
+
+
+def _is_split(program: PlannedProgram) -> bool:
+    return not any(note.startswith("half batches:") for note in program.plan.notes)
 
 
 def print_steps(name: str) -> None:
@@ -345,6 +368,10 @@ def main() -> None:
         print("| --- | --- | --- | --- | --- | --- |")
         for name in options.models:
             print_half_batches(name)
+        print("| model | recompute |", " | ".join(f"{share:.0%}" for share in SHARES), "|")
+        print(f"| --- | --- {'| --- ' * len(SHARES)}|")
+        for name in options.models:
+            print_half_backwards(name, options.recompute)
         return
     head = "exposed | at least | alone | peak, without | recompute | hidden | longer"
     print(f"| model | recompute | communication | {head} |")

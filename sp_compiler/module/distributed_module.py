@@ -20,11 +20,12 @@ from sp_compiler.module.dtensors.patches import (
     divide_by_all_elements,
     divide_by_whole_sums,
     draw_whole_tensors,
+    fill_pending_sums,
     format_as_numbers,
     read_true_numbers,
+    reduce_all_dims,
     scan_whole_dims,
     step_local_parts,
-    sum_over_all_dims,
 )
 from sp_compiler.module.dtensors.plain_operands import take_plain_operands
 from sp_compiler.module.inspection import Inspection
@@ -111,11 +112,12 @@ class DistributedModule(Inspection, Weights):
             divide_by_all_elements()
             divide_by_whole_sums()
             draw_whole_tensors()
+            fill_pending_sums()
             format_as_numbers()
             read_true_numbers()
             scan_whole_dims()
             step_local_parts()
-            sum_over_all_dims()
+            reduce_all_dims()
             take_plain_operands()
             write_through_views()
         layout = Layout(group)

@@ -128,17 +128,18 @@ class ShardedOutput(DTensor):
         mesh = next(leaf.device_mesh for leaf in leaves if isinstance(leaf, ShardedOutput))
         given = [_replicated(leaf, mesh) for leaf in leaves]
         given_args, given_kwargs = pytree.tree_unflatten(given, structure)
+        name = getattr(func, "__name__", str(func))
         try:
             # DTensor would shard other dims for a moment (an all-to-all, which gloo has not), and
-            # the result would stay sharded over the batch: neither the output's dim nor plain.
-            with ExplicitRedistributionContext():
+            # the result would stay sharded over the batch: neither the output's dim nor plain. What
+            # is written in place stays placed as it is.
+            with ExplicitRedistributionContext(not _mutates(name, kwargs or {})):
                 result = super().__torch_function__(func, types, given_args, given_kwargs)
         except torch.OutOfMemoryError:
             raise  # of this rank alone: a collective would wait for the others
         except (NotImplementedError, RuntimeError, TypeError) as error:
             # A reshape that cuts a sharded dim, an operator without a rule or that needs whole
             # rows, numpy(), a mistake: on every rank alike, and full tensors tell which.
-            name = getattr(func, "__name__", str(func))
             if _mutates(name, kwargs or {}):
                 raise UnsupportedError(
                     f"{name} of an output that is sharded over the tensor-parallel ranks: {error}\n"

@@ -52,14 +52,14 @@ def _own_names() -> frozenset[str]:
     names: set[str] = set()
     for path in sources():
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        # A process group of ours has its methods' names from torch, which calls them.
-        groups = [
+        # A process group or dispatcher of ours has its methods' names from torch, which calls them.
+        overriding = [
             node
             for node in ast.walk(tree)
             if isinstance(node, ast.ClassDef)
-            and "dist.ProcessGroup" in map(ast.unparse, node.bases)
+            and {"dist.ProcessGroup", "OpDispatcher"}.intersection(map(ast.unparse, node.bases))
         ]
-        overridden = {id(method) for group in groups for method in group.body}
+        overridden = {id(method) for one in overriding for method in one.body}
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 if id(node) not in overridden:

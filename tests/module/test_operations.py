@@ -15,12 +15,15 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
 from torch.torch_version import TorchVersion
 
+from sp_compiler.module.dtensors.gathered_views import write_through_views
 from sp_compiler.module.dtensors.patches import (
     convolve_whole_dims,
     divide_by_all_elements,
     divide_by_whole_sums,
-    sum_over_all_dims,
+    fill_pending_sums,
+    reduce_all_dims,
 )
+from sp_compiler.module.dtensors.plain_operands import take_plain_operands
 from sp_compiler.module.outputs import ShardedOutput
 from sp_compiler.module.segmented_shard import segmented_shard
 from tests.helpers.ranks import run_on_ranks
@@ -141,7 +144,7 @@ _EXTREMES: dict[str, Callable[[Tensor], Tensor]] = {
 def _extremes() -> dict[tuple[str, int], Tensor]:
     """Gradients by function and sharded dim."""
     divide_by_whole_sums()
-    sum_over_all_dims()
+    reduce_all_dims()
     mesh = init_device_mesh("cpu", (2,))
     result = {}
     for name, extreme in _EXTREMES.items():
@@ -152,10 +155,80 @@ def _extremes() -> dict[tuple[str, int], Tensor]:
     return result
 
 
+_LIKE = torch.linspace(3, -1, 30, dtype=torch.float64).view(6, 5).cos()
+# Those of whose backward DTensor has no rule for an operation, or no zeros or ones; those along a
+# dim or all of them; those that make something of a pending sum.
+_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mse": lambda x: F.mse_loss(x, _LIKE),
+    "huber": lambda x: F.huber_loss(x, _LIKE, delta=0.5),
+    "with logits": lambda x: F.binary_cross_entropy_with_logits(x, _LIKE.abs(), _LIKE.abs()),
+    "kl_div": lambda x: F.kl_div(x.log_softmax(-1), _LIKE.softmax(-1), reduction="batchmean"),
+    "cosine": lambda x: F.cosine_similarity(x, _LIKE, 0),
+    "cosines": lambda x: F.cosine_embedding_loss(x, _LIKE, _LIKE[:, 0].sign(), margin=0.1),
+    "poisson": lambda x: F.poisson_nll_loss(x, 2 + _LIKE, full=True),
+    "logsigmoid": lambda x: F.multilabel_soft_margin_loss(x, _LIKE.abs().round()),
+    "prod": lambda x: x.prod(),
+    "prod of rows": lambda x: x.prod(-1),
+    "cummax": lambda x: x.cummax(1).values,
+    "median": lambda x: x.median(0).values,
+    "quantile": lambda x: x.quantile(0.3),
+    "quantile of columns": lambda x: x.quantile(0.3, 0),
+    "kthvalue": lambda x: torch.stack([x, -x]).kthvalue(1, 0).values,
+    "mode": lambda x: x.round().mode(1).values + x[:, 0],
+    "mean": lambda x: x.mean(()),
+    "mean that keeps dims": lambda x: x.mean((), keepdim=True),
+    "norm": lambda x: torch.linalg.vector_norm(x, dim=()),
+    "deviation": lambda x: x.std(()).detach() + x.nansum(()),
+    "product": lambda x: x @ _LIKE.t(),
+    "filled": lambda x: x.sum(1) + x.detach().sum(1).fill_(3),
+    "squares": lambda x: x.sum(1) + x.detach().norm(dim=1).square_().clamp_(max=3),
+    "a written column": lambda x: _written(x, (slice(None), 0), 3.0),
+    "written rows": lambda x: _written(x, torch.tensor([0, 3]), 3.0),
+    "a written mask": lambda x: _written(x, _LIKE > 0, 3.0),
+}
+
+
+# DTensor of torch 2.11 has no rules for views of segments.
+_CUT = ["columns", "segments"][: 1 + (torch.__version__ >= TorchVersion("2.12"))]
+
+
+def _written(x: Tensor, where: Any, value: float) -> Tensor:
+    copied = x.clone()
+    copied[where] = value
+    return copied
+
+
+def _value_and_gradient(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    x.requires_grad_()
+    result = function(x)
+    size = result.shape
+    whole = result.full_tensor() if isinstance(result, DTensor) else result
+    assert whole.shape == size
+    whole.square().sum().backward()
+    assert x.grad is not None
+    return whole.detach(), full(x.grad)
+
+
+def _functions() -> dict[tuple[str, str], tuple[Tensor, Tensor]]:
+    """By function and placement or kind of tensor."""
+    for install in (fill_pending_sums, reduce_all_dims, write_through_views, take_plain_operands):
+        install()
+    mesh = init_device_mesh("cpu", (2,))
+    result = {}
+    for name, function in _FUNCTIONS.items():
+        for where in _CUT:
+            x = distribute_tensor(_START.clone(), mesh, [_PLACES[where]()])
+            result[name, where] = _value_and_gradient(function, x)
+        x = distribute_tensor(_START.clone(), mesh, [Shard(1)])
+        x.__class__ = ShardedOutput
+        result[name, "output"] = _value_and_gradient(function, x)
+    return result
+
+
 def _all() -> tuple[Any, ...]:
     convolutions = _of_sharded_images(_convolved, _CONVOLUTIONS)
     pools = _of_sharded_images(_gradient_through, _POOLS) if _HAS_POOLS else {}
-    return _gradients(), convolutions, _extremes(), pools
+    return _gradients(), convolutions, _extremes(), pools, _functions()
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +267,7 @@ def test_a_convolution_is_that_of_one_device(ranks: Any, name: str) -> None:
 def test_a_pool_of_a_parameter_has_the_gradient_of_one_device(ranks: Any, name: str) -> None:
     """Of an image without a batch it was wrong."""
     expected = _gradient_through(_POOLS[name], _IMAGES.clone())
-    for *_, pools in ranks:
+    for *_, pools, _ in ranks:
         for dim in range(4):
             torch.testing.assert_close(pools[name, dim], expected, rtol=1e-12, atol=1e-12)
 
@@ -204,9 +277,18 @@ def test_elements_that_share_a_maximum_share_its_gradient(ranks: Any, name: str)
     """Autograd counts them, and the count was that of each rank."""
     x = _WITH_TIES.clone().requires_grad_()
     _EXTREMES[name](x).sum().backward()
-    for *_, gradients, _ in ranks:
+    for *_, gradients, _, _ in ranks:
         for dim in range(2):
             torch.testing.assert_close(gradients[name, dim], x.grad, rtol=1e-15, atol=0)
+
+
+@pytest.mark.parametrize("name", _FUNCTIONS)
+def test_a_function_and_its_gradient_are_those_of_one_device(ranks: Any, name: str) -> None:
+    """Of parameters and outputs, beside plain tensors."""
+    expected = _value_and_gradient(_FUNCTIONS[name], _START.clone())
+    for *_, functions in ranks:
+        for where in (*_CUT, "output"):
+            torch.testing.assert_close(functions[name, where], expected, rtol=1e-12, atol=1e-13)
 
 
 def test_what_is_sharded_alike_needs_no_collective(mesh: Any) -> None:

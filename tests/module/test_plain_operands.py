@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -99,7 +100,9 @@ def _into_number(x: Tensor) -> Tensor:
     numbers = torch.zeros(2, dtype=x.dtype)
     numbers[1] = x.sum()
     numbers[0].sub_(x[0].sum())
-    return numbers
+    total = torch.zeros((), dtype=x.dtype)
+    total += x.sum()
+    return numbers.add_(total).mul_(x[0, 1:3])
 
 
 _READS: dict[str, Callable[[Tensor], Any]] = {
@@ -118,6 +121,10 @@ _READS: dict[str, Callable[[Tensor], Any]] = {
     "isclose": lambda x: torch.isclose(x, _START + 1e-9),
     "masked_fill": lambda x: x.masked_fill(_MASK, 2.0),
     "rows": lambda x: x[_ROWS],
+    "elements of a mask": lambda x: x[_MASK],
+    "positive elements": lambda x: x[x > 0],
+    "gather": lambda x: x.gather(1, _PLACES_IN_ROWS),
+    "lerp": lambda x: _FULL.lerp(x, 0.5),
     "selected rows": lambda x: x.index_select(0, _ROWS),
     "into a plain tensor": _into_plain,
     "into a number": _into_number,
@@ -142,6 +149,9 @@ _DIFFERENTIABLE: dict[str, Callable[[Tensor], Tensor]] = {
     "columns": lambda x: x[:, torch.tensor([4, 0, 4])],
     "elements": lambda x: x[torch.tensor([5, 0, 5]), torch.tensor([1, 0, 1])],
     "selected rows": lambda x: x.index_select(0, torch.tensor([3, 0, 3])),
+    "elements of a mask": lambda x: x[_MASK],
+    "taken": lambda x: x.take(torch.tensor([3, 20, 3])),
+    "cat": lambda x: torch.cat([x, _FULL], 1),
     "written": lambda x: (x * 1).mul_(_FULL).masked_fill_(_MASK, 0),
     "written rows": lambda x: (x * 1).index_put_((_ROWS,), _FEW),
 }
@@ -236,6 +246,10 @@ def _refused() -> dict[str, Any]:
     for operation in (lambda: x * trained, lambda: (x * 1).copy_(trained), lambda: x * 1 * trained):
         with pytest.raises(UnsupportedError, match=r"requires a gradient.*full_tensor\(\)"):
             operation()
+    total = torch.zeros(())
+    for add in (total.double().add_, total.double().copy_):
+        with pytest.raises(UnsupportedError, match=r"into a plain tensor: what to do: total = "):
+            add(x.sum())
     waits = (x * x).sum()
     x.data = 2 * x.data
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -313,8 +327,23 @@ def _trained(tp: int) -> dict[str, Tensor]:
     }
 
 
+def _in_threads() -> list[Tensor]:
+    """Of operations that send nothing, half of them with plain tensors."""
+    x = distribute_tensor(_START.clone(), _mesh(), [Shard(0)])
+
+    def compute(other: Tensor) -> Tensor:
+        for _ in range(300):
+            result: Any = x * other - x
+        return result.to_local()
+
+    others = [_FULL, distribute_tensor(_FULL, x.device_mesh, [Shard(0)])] * 2
+    with ThreadPoolExecutor(len(others)) as pool:
+        return list(pool.map(compute, others))
+
+
 def _all() -> tuple[Any, ...]:
-    return _compared(), _refused(), _own_values(), _gradients(2), _averaged(2), _trained(2)
+    compared, threads = _compared(), _in_threads()
+    return compared, _refused(), _own_values(), _gradients(2), threads, _averaged(2), _trained(2)
 
 
 @pytest.fixture(scope="module")
@@ -350,6 +379,13 @@ def test_gradients_are_those_of_one_device(ranks: Any) -> None:
     for _, _, _, gradients, *_ in ranks:
         for name in expected:
             assert torch.equal(gradients[name], expected[name]), name
+
+
+def test_threads_take_plain_operands_at_the_same_time(ranks: Any) -> None:
+    expected = (_START * _FULL - _START).chunk(2)
+    for (*_, threads, _, _), part in zip(ranks, expected, strict=True):
+        assert len(threads) == 4  # none raised
+        assert all(torch.equal(result, part) for result in threads)
 
 
 def test_averages_take_the_place_of_parameters_and_give_it_back(ranks: Any) -> None:

@@ -208,8 +208,6 @@ def test_what_needs_a_range_of_rows_raises(ranks: DeviceMesh, where: Placement) 
     stored = _stored(_random(6), where, ranks)
     with pytest.raises(UnsupportedError, match=r"no range of rows.*state_dict\(\)"):
         stored.__create_write_items__("weight", stored)
-    with pytest.raises(UnsupportedError, match="a view changed the dim"):
-        stored.flatten().full_tensor()
 
 
 @pytest.mark.parametrize("ranks", [4], indirect=True)

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from sp_compiler import UnsupportedError
 from sp_compiler.module.dtensors.gathered_views import write_through_views
 from sp_compiler.module.dtensors.patches import draw_whole_tensors, read_true_numbers
+from sp_compiler.module.dtensors.plain_operands import take_plain_operands
 from sp_compiler.module.segmented_shard import segmented_shard
 from tests.helpers.ranks import run_on_ranks
 
@@ -96,6 +97,14 @@ _WRITES: dict[str, Callable[[Tensor], Any]] = {
     "parts of some sizes": lambda x: x.split([2, 3], 1)[1].zero_(),
     "chunks": lambda x: x.chunk(3)[2].zero_(),
     "the diagonal": lambda x: x.diagonal().fill_(9),
+    "the diagonal in place": lambda x: x.fill_diagonal_(9),
+    "a row of a view": lambda x: x.view(3, 2, 5)[1].fill_(9),
+    "rows of a view": lambda x: x.view(3, 10)[1].fill_(9),
+    "a row of the unflattened": lambda x: x.unflatten(0, (2, 3))[1].copy_(x[:3]),
+    "elements of the flattened": lambda x: x.flatten()[3:7].fill_(9),
+    "a row of the unbound": lambda x: x.unbind()[2].zero_(),
+    "a window": lambda x: x.unfold(0, 2, 2)[1].fill_(9),
+    "strided": lambda x: x.as_strided((3,), (6,)).fill_(9),
     "a number": _set(0, to=5.0),
     "a number in rows": _set(slice(1, 3), 2, to=5.0),
     "a number everywhere": _set(..., to=2.0),
@@ -151,6 +160,33 @@ def _written() -> dict[str, tuple[Tensor, Tensor]]:
                 torch.manual_seed(1 + mesh.get_rank())
                 write(x)
             result[f"{name}, {where}"] = (start, x.full_tensor())
+    return result
+
+
+_VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "column": lambda x: x[:, 0],
+    "rows": lambda x: x[1:3],
+    "detached": lambda x: x.detach()[1],
+    "view": lambda x: x.view(3, 2, 5),
+    "unflattened": lambda x: x.unflatten(0, (2, 3)),
+    "chunk": lambda x: x.chunk(2)[1],
+    "transposed": lambda x: x.t()[1],
+    "diagonal": lambda x: x.diagonal(),
+    "written": lambda x: x[0].fill_(3) + x[1],
+}
+
+
+def _in_inference_mode() -> dict[str, tuple[Tensor, Tensor]]:
+    """(of a plain tensor, of the DTensor) by view and placement."""
+    mesh = init_device_mesh("cpu", (2,))
+    result = {}
+    for name, view in _VIEWS.items():
+        for where, placement in _PLACES.items():
+            start = torch.arange(-15, 15, dtype=torch.float64).view(6, 5)
+            x = nn.Parameter(distribute_tensor(start, mesh, [placement()]))
+            with torch.inference_mode():
+                taken: Any = view(x)
+                result[f"{name}, {where}"] = (view(start).clone(), taken.full_tensor().clone())
     return result
 
 
@@ -226,7 +262,8 @@ def _read() -> list[Any]:
 
 
 def _many_things() -> tuple[Any, ...]:
-    return _drawn(), _read(), _written(), _others()
+    take_plain_operands()
+    return _drawn(), _read(), _written() | _in_inference_mode(), _others()
 
 
 @pytest.fixture(scope="module")
@@ -248,7 +285,7 @@ def test_a_number_is_summed_over_the_ranks(ranks: Any) -> None:
         assert numbers == [True, 4.0, 4.0, 1]
 
 
-@pytest.mark.parametrize("write", _WRITES)
+@pytest.mark.parametrize("write", [*_WRITES, *_VIEWS])
 def test_a_write_is_that_of_one_device(ranks: Any, write: str) -> None:
     """Rows of a sharded dim are gathered; a write into them has to reach the rank that has them."""
     for _, _, written, _ in ranks:

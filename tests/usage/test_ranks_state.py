@@ -81,6 +81,8 @@ def _optimizers() -> Any:
         "RMSprop": {"momentum": 0.5, "centered": True},
         "ASGD": {},
         "LBFGS": {},
+        "Rprop": {},
+        "Adafactor": {},
         "Muon": {},  # of matrices only
     }
     ready = sp_compiler.compile(net(), tp=2, example_inputs=((batch(4),), {}))

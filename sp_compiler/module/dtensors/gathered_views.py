@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
@@ -25,10 +25,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.ir.fx import named_arguments
 
-# The views for which DTensor gathers; of the others it makes views, or raises an error.
+# The views for which DTensor gathers, or that it raises an error for.
 _GATHERING = tuple(
     getattr(torch.ops.aten, name)
-    for name in ("select", "slice", "split", "split_with_sizes", "diagonal", "view")
+    for name in (
+        *("select", "slice", "split", "split_with_sizes", "diagonal", "view", "unbind", "unfold"),
+        *("as_strided", "expand", "permute", "squeeze", "t", "transpose", "unsqueeze", "alias"),
+        "detach",
+    )
 )
 # Of these writes DTensor makes wrong ones, writing into each rank's part as if it was all there is,
 # or an error, as for ``weight[rows] = 0``.
@@ -37,7 +41,7 @@ _WRITTEN_WHOLE = tuple(
     for name in (
         *("index_add_", "index_copy_", "index_fill_", "index_put_", "masked_scatter_", "put_"),
         *("scatter_", "scatter_add_", "scatter_reduce_", "cumprod_", "cumsum_", "renorm_"),
-        *("tril_", "triu_", "eye", "_foreach_copy_"),
+        *("tril_", "triu_", "eye", "fill_diagonal_", "_foreach_copy_"),
     )
 )
 _View = Callable[[Tensor], Tensor]
@@ -48,7 +52,11 @@ def write_through_views() -> None:
     """Make writes into views of DTensors reach the ranks that have the elements, for the
     process."""
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    for packets, handler in ((_GATHERING, _take_view), (_WRITTEN_WHOLE, write_whole)):
+    for packets, handler in (
+        (_GATHERING, _take_view),
+        (_WRITTEN_WHOLE, write_whole),
+        ([torch.ops.aten.squeeze_], _squeeze),
+    ):
         for packet in packets:
             for overload in packet.overloads():
                 handlers[getattr(packet, overload)] = handler
@@ -183,6 +191,19 @@ def _written(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return [x for x in pytree.tree_leaves(written) if isinstance(x, DTensor)]
 
 
+def settle_sums(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Reduce in place what ``operation`` writes into if its sums are pending; whether there is
+    some."""
+    pending = [
+        x for x in _written(operation, args, kwargs) if any(p.is_partial() for p in x.placements)
+    ]
+    for x in pending:
+        places = [Replicate() if p.is_partial() else p for p in x.placements]
+        settled = cast(DTensor, x.detach()).redistribute(placements=places)
+        x._local_tensor, x._spec = settled._local_tensor, settled._spec
+    return bool(pending)
+
+
 def _keep_part(x: DTensor, full: Tensor) -> None:
     """Copy this rank's part of rank 0's ``full`` into ``x``."""
     part = distribute_tensor(full, x.device_mesh).redistribute(placements=x.placements)
@@ -206,7 +227,17 @@ def run_past_handlers(
 def _take_view(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run ``operation`` as DTensor does, and return a result that stands for the view if it is a
     copy."""
-    result, sharding = run_past_handlers(operation, args, kwargs)
+    if operation is torch.ops.aten.as_strided.default and _is_whole(*args):
+        return torch.ops.aten.alias.default(args[0])
+    try:
+        # A view of a tensor that is none of inference mode is none either.
+        with torch.inference_mode(torch.is_inference_mode_enabled() and args[0].is_inference()):
+            result, sharding = run_past_handlers(operation, args, kwargs)
+    except (NotImplementedError, RuntimeError):
+        if torch.compiler.is_compiling():
+            raise
+        # Of a dim that it cannot cut, or without a rule.
+        return _standing_for(_view_of_full(operation, args, kwargs), operation, args, kwargs)
     if type(args[0]) is DTensor:  # which torch checks: outputs of modules are of a class of ours
         result = return_and_correct_aliasing(operation, args, kwargs, result)
     needed = sharding.redistribute_schema
@@ -217,6 +248,32 @@ def _take_view(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     return _standing_for(result, operation, args, kwargs)
 
 
+def _squeeze(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run ``operation`` in place, and give the DTensor its new shape, which it has not otherwise
+    where its placements remain."""
+    _, sharding = run_past_handlers(operation, args, kwargs)
+    args[0]._spec = sharding.output_spec
+    return return_and_correct_aliasing(operation, args, kwargs, args[0])
+
+
+def _is_whole(x: DTensor, sizes: Sequence[int], strides: Sequence[int], offset: Any = None) -> bool:
+    """Whether these are the sizes and strides of ``x``."""
+    return x.shape == tuple(sizes) and x.stride() == tuple(strides) and not offset
+
+
+def _view_of_full(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return what ``operation`` takes of the full tensor of ``args[0]``, replicated."""
+    source, *others = args
+    mesh = source.device_mesh
+
+    def replicated(value: Tensor) -> DTensor:
+        return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+    return pytree.tree_map_only(
+        Tensor, replicated, operation(full_value(source), *others, **kwargs)
+    )
+
+
 def _standing_for(
     result: Any, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -225,7 +282,8 @@ def _standing_for(
     source, *others = args
 
     def standing_for(value: DTensor, view: _View) -> GatheredView:
-        copied = GatheredView(value._local_tensor, value._spec, requires_grad=False)
+        with torch.inference_mode(torch.is_inference_mode_enabled() and source.is_inference()):
+            copied = GatheredView(value._local_tensor, value._spec, requires_grad=False)
         copied._source, copied._view, copied._seen = source, view, _state(source)
         return copied
 

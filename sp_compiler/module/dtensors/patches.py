@@ -14,17 +14,22 @@ moments are placed as it is, the step of its local parts is the step of the para
 ``probabilities.cumsum(-1)``, scan each rank's part alone: torch compares the dim with that of the
 placement, which is counted from the front.
 
-The gradient of a mean of losses of elements (``F.mse_loss``, ``smooth_l1_loss``, ``huber_loss``,
-``soft_margin_loss``, ``binary_cross_entropy``) of a sharded tensor is too large by the number of
+A mean of losses of elements (``F.mse_loss``, ``smooth_l1_loss``, ``huber_loss``,
+``soft_margin_loss``, ``binary_cross_entropy`` with and without logits) of a sharded tensor is the
+mean of the means of parts, of which some may be larger, and its gradient too large by the number of
 parts: torch divides by the number of this rank's elements. Here it divides by that of all.
 
 A convolution along a sharded dim of an image or sequence convolves the part of this rank alone, and
 its result is as small as that of the part; the gradient of ``adaptive_avg_pool2d`` of an image
 without a batch is wrong. Here the dim is gathered.
 
-``sum(dim=(), keepdim=True)``, a sum over all dims, sums each rank's part alone. With it, autograd
-counts the elements that share the maximum of ``weight.amax()`` or ``weight.norm(math.inf)``, and
-divides by their number, which torch 2.11 does part by part.
+``sum(dim=(), keepdim=True)``, a sum over all dims, sums each rank's part alone, and so do
+``mean(())`` and others. With it, autograd counts the elements that share the maximum of
+``weight.amax()`` or ``weight.norm(math.inf)``, and divides by their number, which torch 2.11 does
+part by part.
+
+``fill_`` of a sum that is pending, as in the ones of ``F.cosine_embedding_loss``, fills the summand
+of every rank, and the sum is as many times too large as there are ranks.
 
 ``weight.normal_()`` of a sharded weight draws the part of each rank from that rank's own generator:
 with equal seeds, on a CPU, all parts are equal. Here the full tensor is drawn, as without sharding,
@@ -47,6 +52,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._ops import _pointwise_ops
 from torch.distributed.tensor.experimental import register_sharding
 from torch.torch_version import TorchVersion
@@ -56,9 +62,12 @@ from sp_compiler.ir.fx import named_arguments
 from sp_compiler.module.dtensors.gathered_views import full_value, run_past_handlers, write_whole
 
 _FUSED_STEPS = tuple(
-    getattr(getattr(torch.ops.aten, name), overload)
-    for name in ("_fused_adam_", "_fused_adamw_", "_fused_sgd_")
+    getattr(packet, overload)
+    for packet in (
+        getattr(torch.ops.aten, f"_fused_{name}_") for name in ("adam", "adamw", "sgd", "adagrad")
+    )
     for overload in ("default", "tensor_lr")  # the learning rate: a number, or a tensor
+    if overload in packet.overloads()
 )
 _SCANS = [getattr(torch.ops.aten, n).default for n in ("cumsum", "cumprod", "logcumsumexp")]
 _DRAWN = tuple(
@@ -70,11 +79,13 @@ _DRAWN = tuple(
 )
 # Without sharding rules of their own: DTensor places them by what they decompose into.
 _LOSSES_OF_ELEMENTS = tuple(
-    getattr(torch.ops.aten, f"{name}_backward").default
+    getattr(torch.ops.aten, name + direction).default
     for name in (
         *("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"),
-        "binary_cross_entropy",
+        *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
     )
+    for direction in ("", "_backward")
+    if hasattr(torch.ops.aten, name + direction)
 )
 _CONVOLUTIONS = (
     torch.ops.aten.convolution.default,
@@ -83,6 +94,15 @@ _CONVOLUTIONS = (
 _POOLS = (
     torch.ops.aten._adaptive_avg_pool2d.default,
     torch.ops.aten._adaptive_avg_pool2d_backward.default,
+)
+# Those of which torch takes an empty list of dims for all of them.
+_OVER_ALL_DIMS = tuple(
+    getattr(getattr(torch.ops.aten, name), overload)
+    for name, overload in (
+        *(("sum", "dim_IntList"), ("mean", "dim"), ("nansum", "default")),
+        *((name, "correction") for name in ("var", "std", "var_mean", "std_mean")),
+        *(("linalg_vector_norm", "default"), ("count_nonzero", "dim_IntList")),
+    )
 )
 _MEAN, _SUM = 1, 2  # of ATen's enum Reduction
 _OPERATION = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
@@ -125,7 +145,7 @@ def read_true_numbers() -> None:
 
 @functools.cache
 def divide_by_all_elements() -> None:
-    """Make gradients of means of losses those of the mean over all ranks, for the process."""
+    """Make means of losses, and their gradients, those over all ranks, for the process."""
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     for operation in _LOSSES_OF_ELEMENTS:
         handlers[operation] = _mean_over_all
@@ -142,10 +162,19 @@ def convolve_whole_dims() -> None:
 
 
 @functools.cache
-def sum_over_all_dims() -> None:
-    """Make a sum over an empty list of dims one over all of them, for the process."""
+def reduce_all_dims() -> None:
+    """Make sums, means and others over an empty list of dims those over all of them, for the
+    process."""
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    handlers[torch.ops.aten.sum.dim_IntList] = _sum
+    for operation in _OVER_ALL_DIMS:
+        handlers[operation] = _reduce
+
+
+@functools.cache
+def fill_pending_sums() -> None:
+    """Make ``fill_`` of a DTensor whose sums are pending fill the sum, for the process."""
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten.fill_.Scalar] = _fill
 
 
 @functools.cache
@@ -285,18 +314,32 @@ def _read_number(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def _mean_over_all(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run the gradient of a loss: of a mean as that of the sum, divided by the elements."""
+    """Run a loss, or its gradient: of a mean as that of the sum, divided by the elements."""
     given = named_arguments(operation, args, kwargs)
     is_mean = given["reduction"] == _MEAN
     given["reduction"] = _SUM if is_mean else given["reduction"]
     result, _ = run_past_handlers(operation, [*given.values()], {})
-    return result / given["self"].numel() if is_mean else result
+    shapes = [x.shape for x in given.values() if isinstance(x, Tensor)]
+    return result / torch.broadcast_shapes(*shapes).numel() if is_mean else result
 
 
-def _sum(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    x, dims, *keepdim = args
-    result, _ = run_past_handlers(operation, [x, dims or list(range(x.ndim)), *keepdim], kwargs)
+def _reduce(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    given = named_arguments(operation, args, kwargs)
+    if given.get("dim") == []:
+        given["dim"] = list(range(given["self"].ndim))
+    positional = [a.name for a in operation._schema.arguments if not a.kwarg_only]
+    values = [given.pop(name) for name in positional if name in given]
+    result, _ = run_past_handlers(operation, values, given)
     return result
+
+
+def _fill(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    x = args[0]
+    places = tuple(Replicate() if p.is_partial() else p for p in x.placements)
+    if places != x.placements:
+        x._spec = DTensorSpec(x.device_mesh, places, x._spec.tensor_meta)
+    run_past_handlers(operation, args, kwargs)
+    return x
 
 
 def _where(x: Tensor) -> str:

@@ -1,9 +1,11 @@
 """Plain tensors beside DTensors in one operation.
 
 DTensor refuses them. Here a plain tensor means, as for inputs of a compiled module and beside its
-outputs, the same full tensor on every rank, so that ``weight.mul_(mask)``, ``weight[3] = row`` and
-``(weight - before).norm()`` do what they do on one device. A write runs on full tensors, of which
-every rank keeps its part; what is read is cut into the parts where it is needed.
+outputs, the same full tensor on every rank, so that ``weight.mul_(mask)``, ``weight[3] = row``,
+``(weight - before).norm()`` and ``F.mse_loss(weight, before)`` do what they do on one device. A
+write runs on full tensors, of which every rank keeps its part; what is read is cut into the parts
+where it is needed. So are the zeros and ones that autograd makes in the backward of ``prod`` and
+others, of the size of the whole tensor too.
 
 What would not be that of one device raises: a plain operand that wants a gradient, which would get
 a DTensor as its gradient, and tensors on axes whose ranks have data of their own.
@@ -15,18 +17,26 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dispatch import OpDispatcher
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils import _pytree as pytree
 
 from sp_compiler.base.errors import ArgumentError, SPCompilerError, UnsupportedError
-from sp_compiler.module.dtensors.gathered_views import GatheredView, full_value, write_whole
+from sp_compiler.module.dtensors.gathered_views import (
+    GatheredView,
+    full_value,
+    settle_sums,
+    write_whole,
+)
 from sp_compiler.runtime.mesh_axes import AXIS
 
 _WHAT_TO_DO = (
@@ -34,80 +44,105 @@ _WHAT_TO_DO = (
     "gradients flow, or make the operand a DTensor: torch.distributed.tensor.distribute_tensor("
     "value, parameter.device_mesh, parameter.placements)"
 )
-# What a user compares and combines weights with. Products and others remain DTensor's errors.
-_READS = (
-    *("add", "sub", "mul", "div", "maximum", "minimum", "where", "masked_fill"),
-    *("index", "index_select"),
-    *("eq", "ne", "lt", "le", "gt", "ge", "equal"),
-)
-# Writes that optimizers make by the thousand, by the methods that make them. A handler, which is
-# Python, takes as long as the operation: of these there is one only while a plain tensor is given.
-_OFTEN = {
-    **{name: name for name in ("add_", "mul_", "lerp_", "addcmul_", "addcdiv_")},
-    "__iadd__": "add_",
-    "__imul__": "mul_",
-}
+# Writes that optimizers make by the thousand, and for which a handler, which is Python, would take
+# as long as the operation.
+_OFTEN = ("add_", "mul_", "lerp_", "addcmul_", "addcdiv_", "__iadd__", "__imul__")
+
+
+class _Dispatcher(OpDispatcher):
+    """DTensor's, whose handlers one thread can do without while others use them."""
+
+    @property
+    def _custom_op_handlers(self) -> dict[Any, Any]:  # type: ignore[override]
+        return {} if _this_thread.needs_no_handler else vars(self)["_custom_op_handlers"]
+
+    def _propagate_op_sharding_dispatch_slow_path(
+        self, op_call: Any, args: Any, kwargs: Any, op_info: Any, try_cache: bool
+    ) -> Any:
+        """Run an operation without a rule, or whose shapes depend on numbers, on full tensors, and
+        a write into pending sums on the sums."""
+        propagate = super()._propagate_op_sharding_dispatch_slow_path
+        try:
+            return propagate(op_call, args, kwargs, op_info, try_cache)
+        except (NotImplementedError, RuntimeError) as error:
+            if op_call._schema.is_mutable and settle_sums(op_call, args, kwargs):
+                return op_call(*args, **kwargs)
+            lacks_rule = isinstance(error, NotImplementedError)
+            depends = isinstance(error.__cause__, DynamicOutputShapeException)
+            changes = op_call._schema.is_mutable or op_call.is_view
+            if not (lacks_rule or depends) or changes or torch.compiler.is_compiling():
+                raise
+            full_args, full_kwargs = pytree.tree_map(full_value, (tuple(args), dict(kwargs)))
+            result = op_call(*full_args, **full_kwargs)
+            return pytree.tree_map(
+                functools.partial(_replicated, mesh=op_info.compute_mesh), result
+            )
+
+
+class _Thread(threading.local):
+    needs_no_handler = False
+
+
+_this_thread = _Thread()
 
 
 @functools.cache
 def take_plain_operands() -> None:
     """Let operations on DTensors take plain tensors, for the process."""
+    DTensor._op_dispatcher.__class__ = _Dispatcher
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    for operation in _writes():
-        if operation.overloadpacket.__name__ not in _OFTEN:
-            handlers.setdefault(operation, _write)
-    for method, name in _OFTEN.items():
-        setattr(DTensor, method, _handled(method, name))
-    for name in _READS:
-        for operation in _overloads(name):
-            handlers.setdefault(operation, _read)
+    reads, writes, composites = _kinds()
+    for operation in reads:
+        handlers[operation] = functools.partial(_read, handlers.get(operation))
+    for operation in writes:
+        handlers.setdefault(operation, _write)
+    for operation in composites:
+        handlers.setdefault(operation, _as_dtensor_does)
+    for method in _OFTEN:
+        setattr(DTensor, method, _past_handlers(method))
     # The gradient of ``weight[rows]``.
-    handlers.setdefault(torch.ops.aten.index_put.default, _read_whole)
+    handlers[torch.ops.aten.index_put.default] = _put
     DTensor.data = property(DTensor.data.__get__, _set_data)  # type: ignore[assignment, attr-defined]
 
 
-def _overloads(name: str) -> list[Any]:
-    packet = getattr(torch.ops.aten, name)
-    return [getattr(packet, overload) for overload in packet.overloads()]
-
-
-def _handled(method: str, name: str) -> Callable[..., Any]:
-    """Return ``DTensor.method``, which runs the operation ``name``, with :func:`_write` as its
-    handler if a plain tensor is given."""
+def _past_handlers(method: str) -> Callable[..., Any]:
+    """Return ``DTensor.method``, which asks for no handler if all tensors are DTensors."""
     as_before = getattr(DTensor, method)
-    handled = dict.fromkeys(_overloads(name), _write)
 
     @functools.wraps(as_before)
     def run(self: DTensor, *args: Any, **kwargs: Any) -> Any:
-        if not any(_is_plain(x) for x in (*args, *kwargs.values())):
-            return as_before(self, *args, **kwargs)
-        handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-        handlers.update(handled)
-        try:
-            return as_before(self, *args, **kwargs)
-        finally:
-            for operation in handled:
-                handlers.pop(operation, None)
+        # A view that DTensor gathers is of another class, and written to by other operations.
+        tensors = [x for x in (self, *args, *kwargs.values()) if isinstance(x, Tensor)]
+        if all(type(x) is DTensor for x in tensors):
+            return _without_handler(as_before, self, *args, **kwargs)
+        return as_before(self, *args, **kwargs)
 
     return run
 
 
-def _writes() -> Iterator[Any]:
-    """The operations that write into a tensor, or several, what they make of others."""
+def _kinds() -> tuple[list[Any], list[Any], list[Any]]:
+    """Return the operations that read several tensors, those that write into a tensor, or several,
+    what they make of others, and those that are made of other operations."""
+    reads, writes, composites = [], [], []
     for name in torch._C._dispatch_get_all_op_names():
         namespace, _, name = name.partition("::")
         packet, _, overload = name.partition(".")
         if namespace != "aten":
             continue
         operation = getattr(getattr(torch.ops.aten, packet), overload or "default")
+        if _is_composite(operation):
+            composites.append(operation)
         schema = operation._schema
+        operands = [str(each.type) for each in schema.arguments if "Tensor" in str(each.type)]
         # Others return a result beside what they write for themselves, such as running means.
         in_place = packet.endswith("_") and schema.is_mutable
-        operands = [each for each in schema.arguments if "Tensor" in str(each.type)]
-        writes = in_place or any(each.is_out for each in schema.arguments)
-        # Those of this tag change the shape or the storage of a tensor.
-        if writes and len(operands) > 1 and torch.Tag.inplace_view not in operation.tags:
-            yield operation
+        if in_place or any(each.is_out for each in schema.arguments):
+            # Those of this tag change the shape or the storage of a tensor.
+            if len(operands) > 1 and torch.Tag.inplace_view not in operation.tags:
+                writes.append(operation)
+        elif not schema.is_mutable and (len(operands) > 1 or "List[Tensor]" in operands):
+            reads.append(operation)
+    return reads, writes, composites
 
 
 def _write(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -119,6 +154,15 @@ def _write(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     if not plain and not into_plain:
         return _as_dtensor_does(operation, args, kwargs)
     _refuse_gradients(operation, plain)
+    if into_plain and torch.is_grad_enabled():
+        for x in tensors:
+            if isinstance(x, DTensor) and x.requires_grad:
+                raise UnsupportedError(
+                    f"{operation} writes a DTensor that requires a gradient, of shape "
+                    f"{tuple(x.shape)}, into a plain tensor: what to do: total = total + value "
+                    "instead of total += value, or value.full_tensor(), which all ranks must call "
+                    "and through which gradients flow; value.detach() if none shall"
+                )
     try:
         return write_whole(operation, args, kwargs)
     except (SPCompilerError, torch.OutOfMemoryError):
@@ -136,20 +180,25 @@ def _write(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
         raise
 
 
-def _read(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run ``operation`` as DTensor does, plain tensors being replicated."""
+def _read(handler: Any, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run ``operation`` by its other ``handler``, if any, or as DTensor does, plain tensors being
+    replicated."""
     mesh = _mesh_of_read(operation, args, kwargs)
     if mesh is not None:
         replicated = functools.partial(_replicated, mesh=mesh)
         args, kwargs = pytree.tree_map(replicated, (tuple(args), dict(kwargs)))
-    return _as_dtensor_does(operation, args, kwargs)
+    return (handler or _as_dtensor_does)(operation, args, kwargs)
 
 
-def _read_whole(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run ``operation`` on full tensors if a plain one is among them, else as DTensor does."""
+def _put(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run ``index_put`` on full tensors if a plain one or a mask is among them, else as DTensor
+    does."""
     mesh = _mesh_of_read(operation, args, kwargs)
     if mesh is None:
-        return _as_dtensor_does(operation, args, kwargs)
+        if not any(isinstance(x, Tensor) and x.dtype == torch.bool for x in args[1]):
+            return _as_dtensor_does(operation, args, kwargs)
+        # Of which DTensor takes the whole for that of each part.
+        mesh = next(x.device_mesh for x in _tensors(args, kwargs) if isinstance(x, DTensor))
     args, kwargs = pytree.tree_map(full_value, (tuple(args), dict(kwargs)))
     return _replicated(operation(*args, **kwargs), mesh)
 
@@ -174,14 +223,25 @@ def _mesh_of_read(
 
 
 def _as_dtensor_does(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    if _is_composite(operation):
+        # In inference mode alone. DTensor would run some on each part, as if it was all there is.
+        return operation.decompose(*args, **kwargs)
     # DTensor asks for a handler first, and would come back to it.
-    handler = handlers.pop(operation, None)
+    return _without_handler(operation, *args, **kwargs)
+
+
+def _without_handler(operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    _this_thread.needs_no_handler = True
     try:
         return operation(*args, **kwargs)
     finally:
-        if handler is not None:
-            handlers[operation] = handler
+        _this_thread.needs_no_handler = False
+
+
+@functools.cache
+def _is_composite(operation: Any) -> bool:
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return bool(operation.has_kernel_for_dispatch_key(key))
 
 
 def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:

@@ -70,7 +70,10 @@ class _Dispatcher(OpDispatcher):
             lacks_rule = isinstance(error, NotImplementedError)
             depends = isinstance(error.__cause__, DynamicOutputShapeException)
             changes = op_call._schema.is_mutable or op_call.is_view
-            if not (lacks_rule or depends) or changes or torch.compiler.is_compiling():
+            # What ranks draw may differ, and would count as one tensor.
+            draws = torch.Tag.nondeterministic_seeded in op_call.tags
+            refused = changes or draws or torch.compiler.is_compiling()
+            if refused or not (lacks_rule or depends):
                 raise
             full_args, full_kwargs = pytree.tree_map(full_value, (tuple(args), dict(kwargs)))
             result = op_call(*full_args, **full_kwargs)
@@ -231,11 +234,12 @@ def _as_dtensor_does(operation: Any, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def _without_handler(operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    before = _this_thread.needs_no_handler
     _this_thread.needs_no_handler = True
     try:
         return operation(*args, **kwargs)
     finally:
-        _this_thread.needs_no_handler = False
+        _this_thread.needs_no_handler = before
 
 
 @functools.cache

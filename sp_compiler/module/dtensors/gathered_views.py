@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
@@ -120,18 +121,18 @@ def _dispatch_to_views() -> None:
         with torch._C.DisableTorchFunctionSubclass(), _ViewOperations():
             return func(*args, **(kwargs or {}))
 
-    def in_mode(index: Callable[..., Any]) -> Callable[..., Any]:
+    def in_mode(method: Callable[..., Any]) -> Callable[..., Any]:
         # ``weight[2, 3] = 1`` takes a view of a view and writes to it in one call, of no view.
-        @functools.wraps(index)
-        def call(*args: Any) -> Any:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
             with _ViewOperations():
-                return index(*args)
+                return method(*args, **kwargs)
 
         return call
 
     GatheredView.__torch_function__ = classmethod(torch_function)  # type: ignore[assignment]
-    DTensor.__getitem__ = in_mode(DTensor.__getitem__)  # type: ignore[method-assign]
-    DTensor.__setitem__ = in_mode(DTensor.__setitem__)  # type: ignore[method-assign]
+    for name in ("__getitem__", "__setitem__", "fill_diagonal_"):
+        setattr(DTensor, name, in_mode(getattr(DTensor, name)))
 
 
 def _operate(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -264,14 +265,13 @@ def _is_whole(x: DTensor, sizes: Sequence[int], strides: Sequence[int], offset: 
 def _view_of_full(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return what ``operation`` takes of the full tensor of ``args[0]``, replicated."""
     source, *others = args
-    mesh = source.device_mesh
+    replicate = functools.partial(replicated, mesh=source.device_mesh)
+    return pytree.tree_map_only(Tensor, replicate, operation(full_value(source), *others, **kwargs))
 
-    def replicated(value: Tensor) -> DTensor:
-        return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
-    return pytree.tree_map_only(
-        Tensor, replicated, operation(full_value(source), *others, **kwargs)
-    )
+def replicated(value: Tensor, mesh: DeviceMesh) -> DTensor:
+    """Return ``value``, which all ranks have, as a DTensor."""
+    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def _standing_for(
@@ -307,8 +307,15 @@ def _plain(x: Any) -> Any:
 
 def full_value(x: Any) -> Any:
     """Return the full tensor of a DTensor, which all ranks must ask for; anything else as it is."""
+    if not isinstance(x, DTensor):
+        return x
     # Detached, for torch 2.11 cannot gather what requires a gradient beneath autograd.
-    return cast(DTensor, x.detach()).full_tensor() if isinstance(x, DTensor) else x
+    full = cast(DTensor, x.detach()).full_tensor()
+    strides = x.stride()
+    if full.stride() == strides or not all(strides):
+        return full
+    # What is gathered along another dim than the first lies otherwise than the tensor that it is.
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=full.device).copy_(full)
 
 
 def _root(x: DTensor) -> DTensor:

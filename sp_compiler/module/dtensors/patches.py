@@ -56,10 +56,16 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._ops import _pointwise_ops
 from torch.distributed.tensor.experimental import register_sharding
 from torch.torch_version import TorchVersion
+from torch.utils import _pytree as pytree
 
 from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.ir.fx import named_arguments
-from sp_compiler.module.dtensors.gathered_views import full_value, run_past_handlers, write_whole
+from sp_compiler.module.dtensors.gathered_views import (
+    full_value,
+    replicated,
+    run_past_handlers,
+    write_whole,
+)
 
 _FUSED_STEPS = tuple(
     getattr(packet, overload)
@@ -318,8 +324,9 @@ def _mean_over_all(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any
     given = named_arguments(operation, args, kwargs)
     is_mean = given["reduction"] == _MEAN
     given["reduction"] = _SUM if is_mean else given["reduction"]
-    result, _ = run_past_handlers(operation, [*given.values()], {})
-    shapes = [x.shape for x in given.values() if isinstance(x, Tensor)]
+    tensors = [x for x in given.values() if isinstance(x, Tensor)]
+    result = _by_rule_or_whole(operation, [*given.values()], {})
+    shapes = [x.shape for x in tensors]
     return result / torch.broadcast_shapes(*shapes).numel() if is_mean else result
 
 
@@ -329,8 +336,19 @@ def _reduce(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
         given["dim"] = list(range(given["self"].ndim))
     positional = [a.name for a in operation._schema.arguments if not a.kwarg_only]
     values = [given.pop(name) for name in positional if name in given]
-    result, _ = run_past_handlers(operation, values, given)
-    return result
+    return _by_rule_or_whole(operation, values, given)
+
+
+def _by_rule_or_whole(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run ``operation`` as DTensor does, or on full tensors where torch has no rule for it: 2.11
+    has none for losses with logits and ``nansum``."""
+    try:
+        return run_past_handlers(operation, args, kwargs)[0]
+    except NotImplementedError:
+        mesh = next(x.device_mesh for x in args if isinstance(x, DTensor))
+        replicate = functools.partial(replicated, mesh=mesh)
+        result = operation(*map(full_value, args), **kwargs)
+        return pytree.tree_map_only(Tensor, replicate, result)
 
 
 def _fill(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -47,6 +47,8 @@ _WHAT_TO_DO = (
 # Writes that optimizers make by the thousand, and for which a handler, which is Python, would take
 # as long as the operation.
 _OFTEN = ("add_", "mul_", "lerp_", "addcmul_", "addcdiv_", "__iadd__", "__imul__")
+# It has no rule before torch 2.13, and beneath autograd nothing to do.
+_MISSING: dict[Any, Any] = {torch.ops.aten.detach_.default: lambda operation, args, kwargs: args[0]}
 
 
 class _Dispatcher(OpDispatcher):
@@ -54,7 +56,7 @@ class _Dispatcher(OpDispatcher):
 
     @property
     def _custom_op_handlers(self) -> dict[Any, Any]:  # type: ignore[override]
-        return {} if _this_thread.needs_no_handler else vars(self)["_custom_op_handlers"]
+        return _MISSING if _this_thread.needs_no_handler else vars(self)["_custom_op_handlers"]
 
     def _propagate_op_sharding_dispatch_slow_path(
         self, op_call: Any, args: Any, kwargs: Any, op_info: Any, try_cache: bool
@@ -94,6 +96,7 @@ def take_plain_operands() -> None:
     """Let operations on DTensors take plain tensors, for the process."""
     DTensor._op_dispatcher.__class__ = _Dispatcher
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers.update(_MISSING)
     reads, writes, composites = _kinds()
     for operation in reads:
         handlers[operation] = functools.partial(_read, handlers.get(operation))

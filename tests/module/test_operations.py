@@ -181,15 +181,17 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "deviation": lambda x: x.std(()).detach() + x.nansum(()),
     "product": lambda x: x @ _LIKE.t(),
     "filled": lambda x: x.sum(1) + x.detach().sum(1).fill_(3),
-    "squares": lambda x: x.sum(1) + x.detach().norm(dim=1).square_().clamp_(max=3),
     "a written column": lambda x: _written(x, (slice(None), 0), 3.0),
     "written rows": lambda x: _written(x, torch.tensor([0, 3]), 3.0),
     "a written mask": lambda x: _written(x, _LIKE > 0, 3.0),
 }
 
 
-# DTensor of torch 2.11 has no rules for views of segments.
-_CUT = ["columns", "segments"][: 1 + (torch.__version__ >= TorchVersion("2.12"))]
+# DTensor of torch 2.11 has no rules for views of segments, and refuses to write into pending sums.
+_CUT = ["columns"]
+if torch.__version__ >= TorchVersion("2.12"):
+    _CUT += ["segments"]
+    _FUNCTIONS["squares"] = lambda x: x.sum(1) + x.detach().norm(dim=1).square_().clamp_(max=3)
 
 
 def _written(x: Tensor, where: Any, value: float) -> Tensor:

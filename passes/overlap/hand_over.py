@@ -29,6 +29,7 @@ from sp_compiler.ir.forward_backward import BEHIND, Partitioned, SplitBackward
 from sp_compiler.ir.fx import ancestors
 from sp_compiler.ir.op_traits import base, collective_of
 from sp_compiler.ir.rewriting import subgraph
+from sp_compiler.ir.symbolic import symbol_of, symbols_in
 from sp_compiler.passes.overlap.look_ahead import handed_over, joined, with_parts
 
 
@@ -77,6 +78,10 @@ def without(parts: Partitioned, late: Collection[int]) -> SplitBackward | None:
     computed = {base(grad) for grad in filter(None, left)} <= {*second}
     if not computed or {*map(base, met)} & {*map(base, filter(None, early))}:
         return None
+    # Open sizes are no operands: they occur in the shapes and arguments of the nodes.
+    sizes = {symbol: node for node in given if (symbol := symbol_of(node)) is not None}
+    symbols = symbols_in([*second, *twice, *met]) if sizes else set()
+    met = {*met, *(node for symbol, node in sizes.items() if symbol in symbols)}
     handed = [node for node in backward.nodes if node in met]
     weights = subgraph(handed, [node for node in calls if node in twice or node in second], left)
     # Of what the caller saved, some belongs to others too, such as results of other calls.

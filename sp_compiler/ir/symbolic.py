@@ -307,7 +307,8 @@ def text(value: Any, names: Mapping[sympy.Symbol, str]) -> str:
     """
     expr = value.node.expr
     if missing := expr.free_symbols - set(names):
-        raise NotSymbolic(f"{expr} depends on {missing}, which is no input")
+        unknown = ", ".join(sorted(map(str, missing)))
+        raise NotSymbolic(f"{expr} depends on sizes that are no input: {unknown}")
     expr = expr.xreplace(
         {symbol: sympy.Symbol(name, integer=True, positive=True) for symbol, name in names.items()}
     )

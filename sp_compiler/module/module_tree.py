@@ -81,9 +81,9 @@ class MirrorModule(nn.Module):
         self.__dict__["_sp_layout"] = layout
         self.training = original.training
 
-    def forward(self, *values: Any) -> Any:
+    def forward(self, *values: Any, **named: Any) -> Any:
         """Run as a block: ``forward(invocation, *values)``."""
-        if not values or not isinstance(values[0], Invocation):
+        if named or not values or not isinstance(values[0], Invocation):
             raise UnsupportedError(
                 f"module {self._sp_path!r} is part of a compiled model and cannot be called alone; "
                 "call the compiled model, or compile the part that you need"

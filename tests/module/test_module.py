@@ -44,6 +44,8 @@ def test_errors_before_and_around_compilation() -> None:
         pickle.dumps(module)
     with pytest.raises(UnsupportedError, match="cannot be called alone"):
         module.blocks[0](handmade_input())
+    with pytest.raises(UnsupportedError, match="cannot be called alone"):
+        module.blocks[0](x=handmade_input())
     with pytest.raises(UnsupportedError, match="generate"):
         module.generate()
     with pytest.raises(ArgumentError, match="compiled module already"):

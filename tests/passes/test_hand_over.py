@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import Graph
 
 from benchmarks.memory_check import measure
@@ -33,6 +33,7 @@ from tests.helpers import parity
 from tests.helpers.calls_in_a_row import INPUTS, LAYERS, SLOW, gpt, nodes_of
 from tests.helpers.fake_group import fake_group
 from tests.helpers.graph_builder import GraphBuilder, convert
+from tests.helpers.open_sizes import assert_right, open_program, tokens
 
 aten = torch.ops.aten
 _OPTIONS: dict[str, Any] = {"tp": 2, "recompute": "selective", "hardware": SLOW}
@@ -237,6 +238,26 @@ def test_gradients_are_equal_to_the_bit() -> None:
 
     with mock.patch.object(block, "backward_behind", staticmethod(wrong)):
         assert parity.gradient_error(parity.simulate(_case(), program).grads, expected) > 1e-3
+
+
+class _Mlp(nn.Module):
+    """With a view that is made again from an operand of the gradient that is left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+def test_open_sizes_are_handed_over() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[_Mlp() for _ in range(3)]).double()
+    program = open_program(model, {"input": tokens(2, 12)}, **_OPTIONS)
+    assert any(each.partitioned.split for each in program.regions.values())
+    for shape in ((2, 12), (3, 17), (5, 7)):
+        assert_right(program, model, {"input": tokens(*shape)})
 
 
 @pytest.mark.slow

@@ -89,7 +89,11 @@ def _say_compiled_again(
     changed = [f"{name} {text}" for name, text in arguments.items() if latest.get(name) != text]
     # What is in the structure has been said of the arguments.
     parts = {name: text for name, text in key.parts().items() if name != "structure"}
-    changed += [f"other {name}" for name, text in parts.items() if facts.get(name) != text]
+    changed += [
+        f"{name}: {text}" if len(text) < 20 else f"other {name}"
+        for name, text in parts.items()
+        if facts.get(name) != text
+    ]
     how = ""
     if open_dims:
         how = ", once for all other sizes: it takes about five times as long as the first time"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
@@ -68,6 +69,15 @@ def checked_inputs(model: Any, example_inputs: Any) -> tuple[tuple[Any, ...], di
         )
     # Copies, for a caller may go on to change its own.
     return tuple(example_inputs[0]), dict(example_inputs[1])
+
+
+def refuse_arrays(names: Sequence[str], leaves: Sequence[Any]) -> None:
+    """Raise :class:`ArgumentError` for an input that is a NumPy array."""
+    for name, leaf in zip(names, leaves, strict=True):
+        if isinstance(leaf, numpy.ndarray):
+            raise ArgumentError(
+                f"{name} is a NumPy array of {leaf.dtype} {leaf.shape}: pass torch.from_numpy(...)"
+            )
 
 
 def argument_text(value: Any) -> str:

@@ -30,6 +30,7 @@ from sp_compiler.ir.hints import parameters_of
 from sp_compiler.ir.program import Ref
 from sp_compiler.ir.rewriting import erase_dead, fake_mode_of, make_call, refake, set_value
 from sp_compiler.ir.symbolic import NotSymbolic, inline_sizes, is_open, open_sizes
+from sp_compiler.trace.arguments import refuse_arrays
 from sp_compiler.trace.decisions import Reads
 from sp_compiler.trace.dtype_check import check_dtypes
 from sp_compiler.trace.environment import check_capturable
@@ -103,6 +104,7 @@ def capture(
     """
     check_capturable(model)
     leaves, in_spec = flatten_inputs(args, kwargs)
+    refuse_arrays(input_names(model, args, kwargs), leaves)
     leaves = _as_examples(leaves, model, open_dims)
     example_args, example_kwargs = pytree.tree_unflatten(leaves, in_spec)
     # An argument overrides the config: export_context switches off the config's alone.

@@ -224,6 +224,9 @@ def _functions() -> dict[tuple[str, str], tuple[Tensor, Tensor]]:
         x = distribute_tensor(_START.clone(), mesh, [Shard(1)])
         x.__class__ = ShardedOutput
         result[name, "output"] = _value_and_gradient(function, x)
+    # Without a rule either, but each rank would draw its own.
+    with pytest.raises(NotImplementedError, match=r"aten\.poisson"):
+        torch.poisson(distribute_tensor(_LIKE.abs(), mesh, [Shard(1)]))
     return result
 
 

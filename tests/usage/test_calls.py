@@ -192,7 +192,6 @@ def test_the_cache_is_refused_once() -> None:
 @pytest.mark.parametrize(
     ("x", "said", "got"),
     [
-        (np.zeros((4, 8)), "numpy", "ndarray"),
         (torch.zeros(4, 5, dtype=torch.float64), r"blocks\.0", r"float64 \(4, 5\)"),
         (batch().float(), "takes one dtype", r"float32 \(4, 6, 8\)"),
         ([0.5] * 99, "must be Tensor, not list", r"list \[0\.5, 0\.5,.* \.\.\."),
@@ -210,6 +209,14 @@ def test_inputs_of_another_kind(x: Any, said: str, got: str) -> None:
         module(x=x)
     assert re.search(f"compiled for other arguments: {was}", str(later.value))
     module(batch())
+
+
+def test_an_array_is_named() -> None:
+    module, said = compiled(), r"^x is a NumPy array of int64 \(4, 8\): pass torch"
+    for _ in range(2):  # the first call, and a later one
+        with pytest.raises(ArgumentError, match=said):
+            module(x=np.zeros((4, 8), dtype=np.int64))
+        module(batch())
 
 
 def test_save_pretrained_on_one_rank(tmp_path: Path) -> None:

@@ -131,8 +131,9 @@ def _dispatch_to_views() -> None:
         return call
 
     GatheredView.__torch_function__ = classmethod(torch_function)  # type: ignore[assignment]
-    for name in ("__getitem__", "__setitem__", "fill_diagonal_"):
-        setattr(DTensor, name, in_mode(getattr(DTensor, name)))
+    DTensor.__getitem__ = in_mode(DTensor.__getitem__)  # type: ignore[method-assign]
+    DTensor.__setitem__ = in_mode(DTensor.__setitem__)  # type: ignore[method-assign]
+    DTensor.fill_diagonal_ = in_mode(DTensor.fill_diagonal_)  # type: ignore[method-assign]
 
 
 def _operate(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -67,7 +67,7 @@ def executor_for(state: ModuleState, leaves: list[Any], structure: pytree.TreeSp
             try:
                 executor = _compile(state, leaves, structure, open_dims)
             except CaptureError as error:
-                raise _beside_latest(state, arguments, error) from error.__cause__
+                raise _about_arguments(state, arguments, error) from error.__cause__
             state.compiled_for = arguments, key.parts()
         program = executor.compiled.program
         if program.decisions:
@@ -103,23 +103,26 @@ def _say_compiled_again(
     LOG.warning("%s is compiled again for %s%s", model, ", ".join(changed) or "these inputs", how)
 
 
-def _beside_latest(
+def _about_arguments(
     state: ModuleState, arguments: Mapping[str, str], error: CaptureError
 ) -> CaptureError:
-    """Return ``error`` with what distinguishes the call from the one that was compiled last."""
+    """Return ``error`` with the arguments that forward does not name, and what distinguishes the
+    call from the one that was compiled last."""
     latest, _ = state.compiled_for
+    unnamed = [name for name in arguments if name not in state.original.argument_names]
     differences = [
         f"{name} is {text}, and was {latest.get(name, 'not given')}"
         for name, text in arguments.items()
         if latest and latest.get(name) != text
     ]
-    if not differences:
-        return error
-    said, advice, rest = str(error).rpartition(ADVICE)
-    return CaptureError(
-        f"{said.rstrip()}\n  compiled for other arguments: {'; '.join(differences)}\n"
-        f"  {advice}pass arguments as in the call before; if these are meant, {rest}"
-    )
+    said, _, rest = f"{error}\n".partition(f"  {ADVICE}")
+    said, rest = said.rstrip(), rest.rstrip()
+    if unnamed:
+        said += f"\n  arguments that forward takes under any name: {', '.join(unnamed)}"
+    if differences:
+        said += f"\n  compiled for other arguments: {'; '.join(differences)}"
+        rest = f"pass arguments as in the call before; if these are meant, {rest}"
+    return CaptureError(f"{said}\n  {ADVICE}{rest}" if rest else said)
 
 
 def shard_over_data(state: ModuleState) -> None:

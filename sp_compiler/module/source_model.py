@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any, NoReturn
 
@@ -140,6 +140,11 @@ class Original:
     def forward(self) -> Callable[..., Any]:
         """The model's own forward, which is hidden except during capture."""
         return self._own.get("forward") or MethodType(type(self.model).forward, self.model)
+
+    @property
+    def argument_names(self) -> Collection[str]:
+        """Names in the signature of the model's forward."""
+        return inspect.signature(self.forward).parameters
 
     def bound_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call by name.

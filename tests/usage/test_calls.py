@@ -211,6 +211,19 @@ def test_inputs_of_another_kind(x: Any, said: str, got: str) -> None:
     module(batch())
 
 
+def test_a_wrong_name_that_forward_takes_is_named() -> None:
+    class Net(nn.Module):
+        def forward(self, input_ids: Tensor | None = None, **kwargs: Any) -> Tensor:
+            if input_ids is None:
+                raise ValueError("specify input_ids")
+            return input_ids * 2
+
+    module = sp_compiler.compile(Net(), tp=1)
+    said = r"specify input_ids[\s\S]*arguments that forward takes under any name: ids\n  what to"
+    with pytest.raises(CaptureError, match=said):
+        module(ids=torch.ones(2))
+
+
 def test_an_array_is_named() -> None:
     module, said = compiled(), r"^x is a NumPy array of int64 \(4, 8\): pass torch"
     for _ in range(2):  # the first call, and a later one

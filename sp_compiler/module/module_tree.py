@@ -281,6 +281,12 @@ class MirrorModule(nn.Module):
             "save module.state_dict() and compile the model again after loading"
         )
 
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise UnsupportedError(
+            "a compiled module cannot become TorchScript: it calls generated code; script or trace "
+            "the model before its compilation, or one made anew with full_state_dict()"
+        )
+
 
 class MirrorList(FixedContainer, MirrorModule, nn.ModuleList):
     """Mirror of a ``ModuleList``."""

@@ -42,6 +42,8 @@ def test_errors_before_and_around_compilation() -> None:
             getattr(module, what)
     with pytest.raises(UnsupportedError, match="state_dict"):
         pickle.dumps(module)
+    with pytest.raises(UnsupportedError, match=r"TorchScript.*before its compilation"):
+        torch.jit.script(module)
     with pytest.raises(UnsupportedError, match="cannot be called alone"):
         module.blocks[0](handmade_input())
     with pytest.raises(UnsupportedError, match="cannot be called alone"):

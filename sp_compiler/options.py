@@ -263,9 +263,9 @@ class CompileOptions:
         # A device's memory is a limit for every policy, but only one works towards it.
         if (self.recompute == "auto") != limited and device is None:
             raise ArgumentError(
-                f"recompute={self.recompute!r} with memory_budget={budget!r}: a budget needs "
-                'recompute="auto", and "auto" a memory_budget such as "12GiB" or a device_memory '
-                'such as "80GiB"'
+                f"recompute={self.recompute!r} with memory_budget={budget!r}: "
+                'recompute="auto" needs a memory_budget such as "12GiB" or a device_memory such as '
+                '"80GiB", and a memory_budget needs recompute="auto"'
             )
         for name in ("memory_budget", "device_memory"):
             if getattr(self, name) is not None:

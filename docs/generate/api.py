@@ -52,7 +52,9 @@ def _is_error(value: Any) -> bool:
 def _class(name: str, cls: type) -> Iterator[str]:
     # Users get these objects from functions and do not construct them: no arguments are shown.
     about = re.split(r"^Args:$", inspect.getdoc(cls) or "", flags=re.MULTILINE)[0]
-    yield f"### {name}\n\n{_markdown(about)}\n"
+    # A class that adds ways to show its data has the attributes of its base.
+    inherited = "".join(f"\n\n{text}" for base in cls.__mro__[1:] if (text := _attributes(base)))
+    yield f"### {name}\n\n{_markdown(about.rstrip() + inherited)}\n"
     for member, value in inspect.getmembers_static(cls):
         if member.startswith("_") or not _is_ours(cls, member):
             continue
@@ -62,6 +64,14 @@ def _class(name: str, cls: type) -> Iterator[str]:
             method = getattr(cls, member)
             yield f"- **`{member}{_signature(inspect.signature(method))}`**: {_one_line(method)}"
     yield ""
+
+
+def _attributes(cls: type) -> str:
+    """The attributes in the docstring of a class of ours, as a section."""
+    if cls.__module__.split(".")[0] in _OF_LIBRARIES:
+        return ""
+    found = re.search(r"(?m)^Attributes:\n(?: .*\n?)+", inspect.getdoc(cls) or "")
+    return found[0].rstrip() if found else ""
 
 
 def _is_ours(cls: type, member: str) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -382,9 +381,7 @@ def _diff_of_stages(stages: Stages, before: str, after: str) -> GraphDiff:
     for name in (before, after):
         if name not in (*stages, *Stages.ALIASES):  # a pass without graphs, or that did not run
             raise unknown_stage(name, stages)
-    # Headers with the names as typed: the aliases have the names of passes.
-    first, second = replace(stages[before], name=before), replace(stages[after], name=after)
-    return graph_diff(first, second)
+    return graph_diff(stages[before], stages[after])
 
 
 def _compiled(request: Request, loaded: Loaded) -> CompiledProgram:

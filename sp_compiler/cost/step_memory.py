@@ -72,11 +72,20 @@ class StepMemory:
         return sum(item.storage.num_bytes for item in self.sent)
 
 
-def step_memory(compiled: CompiledProgram) -> StepMemory:
-    """Follow every storage through the forward and the backward of ``compiled``."""
+def step_memory(compiled: CompiledProgram, *, accumulates: bool = False) -> StepMemory:
+    """Follow every storage through the forward and the backward of ``compiled``.
+
+    Args:
+        accumulates: whether gradients of parameters exist before the step: then those that a call
+            computes are temporary, until they are added to these.
+    """
     partitioned = {name: region.partitioned for name, region in compiled.regions.items()}
     return memory_of_split(
-        compiled.program, partitioned, compiled.differentiable, compiled.world_size
+        compiled.program,
+        partitioned,
+        compiled.differentiable,
+        compiled.world_size,
+        accumulates=accumulates,
     )
 
 
@@ -85,13 +94,17 @@ def memory_of_split(
     partitioned: Mapping[str, Partitioned],
     differentiable: Mapping[str, Sequence[bool]],
     world_size: int,
+    *,
+    accumulates: bool = False,
 ) -> StepMemory:
     """Return :func:`step_memory` of a program without generated code.
 
-    The arguments are those of :class:`~sp_compiler.cost.step_walk.StepWalk`.
+    The other arguments are those of :class:`~sp_compiler.cost.step_walk.StepWalk`.
     """
     walk = StepWalk(program, partitioned, differentiable, world_size)
     own_parameters = program.own_parameters(world_size)
+    if accumulates:
+        own_parameters = [frozenset()] * len(own_parameters)
 
     backwards = step_backwards(program, partitioned)
 

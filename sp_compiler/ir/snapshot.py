@@ -157,13 +157,14 @@ class Stages(dict[str, Snapshot]):
     def __missing__(self, name: str) -> Snapshot:
         if name not in self.ALIASES:
             raise KeyError(name)
-        return self[self.ALIASES[name]]
+        return replace(self[self.ALIASES[name]], name=name)
 
 
 def unknown_stage(name: str, stages: Iterable[str]) -> ArgumentError:
     """The error for a ``name`` that is none of ``stages`` nor another name of one."""
     known = list(dict.fromkeys([*Stages.ALIASES, *stages]))
-    return ArgumentError(f"stage {name!r}: {expected_one_of(name, known)}")
+    why = "this pass did not run for this model and these options; " if name in set(Pass) else ""
+    return ArgumentError(f"stage {name!r}: {why}{expected_one_of(name, known)}")
 
 
 def program_calls(program: Program) -> list[tuple[str, str]]:

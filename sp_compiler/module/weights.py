@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +103,8 @@ class Weights(MirrorModule):
         with state.group.reporting():
             require_data(state)
             state.agreement.require_equal("calls full_state_dict()", {})
-            return _full_state_dict(self, state.group)
+            with _without_advice():
+                return _full_state_dict(self, state.group)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Like that of any module; every rank must call it, to reorder fused weights."""
@@ -126,6 +129,20 @@ class Weights(MirrorModule):
         if kwargs.get("state_dict") is not None:
             kwargs["state_dict"] = dict(kwargs["state_dict"])
         return super().__getattr__("save_pretrained")(folder, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _without_advice() -> Iterator[None]:
+    """Context without torch's warning that to gather over two axes takes two collectives.
+
+    It advises a group over both, which is not worth it for what is called once in a while.
+    """
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    was_disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was_disabled
 
 
 @torch.no_grad()

@@ -55,6 +55,7 @@ def make_plan(compiled: CompiledProgram, options: CompileOptions, model_name: st
     # Memory is a matter of the whole step (calls share storages, outputs outlive them), time one of
     # each function: so one walk for the one, sums over distinct blocks for the other.
     memory, device = step_memory(compiled), options.device
+    accumulating = step_memory(compiled, accumulates=True)
     kept, sent = (
         {region.name: _kept(compiled, region, memory, items) for region in compiled.program.regions}
         for items in (memory.kept, memory.sent)
@@ -85,6 +86,7 @@ def make_plan(compiled: CompiledProgram, options: CompileOptions, model_name: st
         optimizer_bytes=state.optimizer_bytes,
         activation_bytes=memory.kept_bytes,
         activation_peak_bytes=memory.peak_bytes,
+        accumulation_bytes=accumulating.peak_bytes - memory.peak_bytes,
         host_bytes=memory.host_bytes,
         returned_bytes=sum(storage.num_bytes for storage in memory.returned),
         blocks=blocks,

@@ -192,6 +192,9 @@ class PlanData:
             parameters, buffers, the user's inputs and the model's outputs.
         activation_peak_bytes: peak during a step of saved activations, values passed between calls,
             values inside a call (see :mod:`sp_compiler.cost.memory`) and gradients of activations.
+        accumulation_bytes: by how much ``activation_peak_bytes`` is higher in a step that adds to
+            gradients that exist already, as microbatches after the first do: gradients of one
+            layer's parameters, until they are added. Not in ``total_bytes``.
         returned_bytes: bytes of the model's outputs.
         blocks: distinct blocks in order of first use.
         gradient_reduction: the all-reduces, one per dtype, of replicated parameters' gradients.
@@ -220,6 +223,7 @@ class PlanData:
     optimizer_bytes: int
     activation_bytes: int
     activation_peak_bytes: int
+    accumulation_bytes: int
     returned_bytes: int
     blocks: tuple[BlockPlan, ...]
     gradient_reduction: tuple[Collective, ...]

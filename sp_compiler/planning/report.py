@@ -51,6 +51,7 @@ def _memory(plan: PlanData) -> list[tuple[str, str, str]]:
         # Not added to the total: outputs are a part of the peak already.
         ("returned", plan.returned_bytes, "outputs of the model, in the peak"),
         ("total", plan.total_bytes, "parameters, gradients, optimizer, activation peak"),
+        ("accumulating", plan.accumulation_bytes, "more, in a step that adds to gradients"),
     ]
     return [(name, bytes_text(num_bytes), note) for name, num_bytes, note in rows]
 

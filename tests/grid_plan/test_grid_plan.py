@@ -78,6 +78,7 @@ def _program(
         optimizer_bytes=0,
         activation_bytes=0,
         activation_peak_bytes=0,
+        accumulation_bytes=0,
         returned_bytes=0,
         blocks=(block,),
         gradient_reduction=(),

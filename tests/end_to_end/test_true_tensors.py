@@ -1,14 +1,15 @@
 """Parameters and gradients that a user reaches are the model's own tensors, in every architecture.
 
 A DTensor is right or wrong by its shape and placement, so each kind that sharding gives a parameter
-of any architecture, for 2, 3 and 4 ranks, is looked at once, on simulated ranks with torch's own
-DTensor. That the ranks' parts of a gradient are those of its placement is what the tests of parity
-show.
+of any architecture, for 2, 3 or 4 ranks in turn, is looked at once, on simulated ranks with torch's
+own DTensor. That the ranks' parts of a gradient are those of its placement is what the tests of
+parity show.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any, cast
 
 import pytest
@@ -30,15 +31,15 @@ from tests.models import architectures
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 
-@pytest.mark.parametrize("name", architectures.names())
-def test_parameters_and_gradients_are_true(name: str) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "name"), [*zip(itertools.cycle((3, 2, 4)), architectures.names(), strict=False)]
+)
+def test_parameters_and_gradients_are_true(ranks: int, name: str) -> None:
     """Powers of two are widths that 3 ranks do not divide: padded, or replicated."""
     case = architectures.case(name, architectures.size("dividing", 2))
-    for ranks in (2, 3, 4):
-        options = CompileOptions(tp=ranks)
-        placements = shard(case.program, options).param_placements
-        for parameter, where in placements.items():
-            _check_kind(tuple(case.params[parameter].shape), where, ranks)
+    placements = shard(case.program, CompileOptions(tp=ranks)).param_placements
+    for parameter, where in placements.items():
+        _check_kind(tuple(case.params[parameter].shape), where, ranks)
 
 
 @functools.cache

@@ -293,9 +293,8 @@ def test_every_model_has_an_exact_formula(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tp", [1, 2, 8])
+@pytest.mark.parametrize(("name", "tp"), [("gpt2", 1), ("llama_gqa8", 2), ("gpt2", 8)])
 @pytest.mark.parametrize("recompute", ["none", "attention", "selective", "full"])
-@pytest.mark.parametrize("name", ["gpt2", "llama_gqa8"])
 def test_every_setting_has_an_exact_formula(name: str, tp: int, recompute: str) -> None:
     _check(name, tp, recompute)
 

@@ -97,22 +97,28 @@ def make_plan(compiled: CompiledProgram, options: CompileOptions, model_name: st
         notes=tuple(dict.fromkeys(_notes(compiled))),
         passes=tuple(compiled.reports),
         calls=tuple(_calls(compiled, memory, blocks)),
-        parameters={
-            name: ParameterSize(
-                size.numel,
-                size.num_bytes,
-                size.trained,
-                size.shape,
-                str(compiled.param_placements[name]),
-                name in compiled.program.experts,
-            )
-            for name, size in sizes.items()
-        },
+        parameters=_parameters(compiled, sizes),
         timeline=memory.timeline,
         schedule=schedule,
         # Made on demand: sympy takes tenths of a second, and few plans are asked for formulas.
         formula_maker=cache(partial(activation_formula, compiled, memory, kept)),
     )
+
+
+def _parameters(
+    compiled: CompiledProgram, sizes: Mapping[str, StoredParameter]
+) -> dict[str, ParameterSize]:
+    return {
+        name: ParameterSize(
+            size.numel,
+            size.num_bytes,
+            size.trained,
+            size.shape,
+            str(compiled.param_placements[name]),
+            name in compiled.program.experts,
+        )
+        for name, size in sizes.items()
+    }
 
 
 # Blocks.

@@ -68,7 +68,7 @@ def _class(name: str, cls: type) -> Iterator[str]:
 
 def _attributes(cls: type) -> str:
     """The attributes in the docstring of a class of ours, as a section."""
-    if cls.__module__.split(".")[0] in _OF_LIBRARIES:
+    if _of_library(cls):
         return ""
     found = re.search(r"(?m)^Attributes:\n(?: .*\n?)+", inspect.getdoc(cls) or "")
     return found[0].rstrip() if found else ""
@@ -81,7 +81,11 @@ def _is_ours(cls: type, member: str) -> bool:
     documented = bool(getattr(value, "__doc__", None)) and (
         isinstance(value, property | classmethod | staticmethod) or inspect.isfunction(value)
     )
-    return owner.__module__.split(".")[0] not in _OF_LIBRARIES and documented
+    return documented and not _of_library(owner)
+
+
+def _of_library(cls: type) -> bool:
+    return cls.__module__.split(".")[0] in _OF_LIBRARIES
 
 
 def _entry(name: str, function: Any) -> str:

@@ -163,7 +163,7 @@ class Stages(dict[str, Snapshot]):
 def unknown_stage(name: str, stages: Iterable[str]) -> ArgumentError:
     """The error for a ``name`` that is none of ``stages`` nor another name of one."""
     known = list(dict.fromkeys([*Stages.ALIASES, *stages]))
-    why = "this pass did not run for this model and these options; " if name in set(Pass) else ""
+    why = "this pass did not run here, or has no graphs; " if name in set(Pass) else ""
     return ArgumentError(f"stage {name!r}: {why}{expected_one_of(name, known)}")
 
 

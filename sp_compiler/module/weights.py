@@ -103,8 +103,7 @@ class Weights(MirrorModule):
         with state.group.reporting():
             require_data(state)
             state.agreement.require_equal("calls full_state_dict()", {})
-            with _without_advice():
-                return _full_state_dict(self, state.group)
+            return _full_state_dict(self, state.group)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Like that of any module; every rank must call it, to reorder fused weights."""
@@ -146,6 +145,7 @@ def _without_advice() -> Iterator[None]:
 
 
 @torch.no_grad()
+@_without_advice()
 def _full_state_dict(module: nn.Module, group: TensorParallelGroup) -> dict[str, Tensor]:
     """Return the unsharded state of ``module`` on the CPU of rank 0; ``{}`` on other ranks; a
     collective call."""

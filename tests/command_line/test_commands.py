@@ -212,7 +212,7 @@ def test_doctor_lists_what_is_needed_and_tries_a_model() -> None:
         (["plan", f"{_MODELS}:relu", "--fits", "80GB"], "--fits='80GB'"),
         (["plan", f"{_MODELS}:relu", "--dtype", "half16"], "dtype 'half16'"),
         (["explain", f"{_MODELS}:relu", "--name", "middle"], "middle"),
-        (["diff", f"{_MODELS}:relu", "--before", "loss_only"], "this pass did not run"),
+        (["diff", f"{_MODELS}:relu", "--before", "loss_only"], "stage 'loss_only': this pass"),
         (["bench", f"{_MODELS}:relu", "--tp", "2"], "--tp 2 takes 2 processes, and here is 1"),
         (["bench", f"{_MODELS}:constant", "--steps", "1"], "there is no backward to measure"),
     ],

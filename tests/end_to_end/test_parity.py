@@ -36,7 +36,7 @@ _PAIRWISE: list[Setting] = [
     ((3, 13), 1, "none", False),
 ]
 # One model of each architecture; the others differ from it in one respect.
-_EVERY_SETTING = ("gpt2", "llama", "bert", "vit", "t5", "plain", "encoder", "lora")
+_ARCHITECTURES = ("gpt2", "llama", "bert", "vit", "t5", "plain", "encoder", "lora")
 # Tied weights and biases, or grouped heads: a setting decides something else for each.
 _EVERY_PAIR = ("gpt2", "llama")
 
@@ -71,7 +71,7 @@ def _everything() -> dict[str, list[Setting]]:
     """All pairs of two values for two models; the others share them."""
     return {
         name: _PAIRWISE if name in _EVERY_PAIR else _PAIRWISE[number % 2 :: 2]
-        for number, name in enumerate(_EVERY_SETTING)
+        for number, name in enumerate(_ARCHITECTURES)
     }
 
 
@@ -166,7 +166,7 @@ def test_gradient_of_inputs_embeds(
 
 
 _SLOW_OTHERS = zoo.cases("llama", "plain")
-_SLOW_ARCHITECTURES = [case for case in _SLOW_OTHERS if case.values[0] in _EVERY_SETTING]
+_SLOW_ARCHITECTURES = [case for case in _SLOW_OTHERS if case.values[0] in _ARCHITECTURES]
 
 
 def _against_eager(name: str, dtype: torch.dtype, **options: Any) -> tuple[Step, Step]:

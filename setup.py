@@ -46,6 +46,7 @@ setup(
             "planning/plan_page.html",
             "grid_plan/grid_page.html",
             "graph_diff/diff_page.html",
+            "verification/verify_page.html",
             "command_line/presets.toml",
             "cost/profiles/*.toml",
         ]

@@ -11,13 +11,14 @@ from types import FrameType
 
 import torch
 
-# Folders whose frames are never the user's own code: PyTorch's and this package's.
-LIBRARY_FOLDERS = tuple(
+# Folders whose frames are never the user's own code: PyTorch's and this package's. Without symbolic
+# links, through which environments are often reached: compare what os.path.realpath returns.
+_LIBRARY_FOLDERS = tuple(
     os.path.dirname(os.path.realpath(str(module.__file__))) + os.sep
     for module in (torch, sys.modules[__name__.partition(".")[0]])
 )
 # And contextlib's, whose frames stand between ours wherever a decorator is a context manager.
-_SKIPPED = (*LIBRARY_FOLDERS, os.path.realpath(str(contextlib.__file__)))
+_SKIPPED = (*_LIBRARY_FOLDERS, os.path.realpath(str(contextlib.__file__)))
 
 
 def warn(message: str) -> None:
@@ -27,6 +28,11 @@ def warn(message: str) -> None:
     while frame.f_back is not None and is_library(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
+
+
+def in_library(filename: str) -> bool:
+    """Whether this is a file of PyTorch's or this package's."""
+    return os.path.realpath(filename).startswith(_LIBRARY_FOLDERS)
 
 
 def is_library(filename: str) -> bool:

@@ -52,6 +52,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
+_Page = Annotated[Path | None, typer.Option(help="Write a page as well.")]
 _PLAN_HELP = """Memory, communication and time of one step, without running anything.
 
 Examples:
@@ -127,7 +128,7 @@ def plan(
     fits: Annotated[
         str | None, typer.Option(help="Exit with 1 if a device needs more, such as 80GiB.")
     ] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page as well.")] = None,
+    html: _Page = None,
 ) -> None:
     # What can be typed wrong is refused before the minutes that a large model takes.
     if mesh is not None and (pp is not None or request.tp is not None):
@@ -229,7 +230,7 @@ def diff(  # noqa: PLR0913 - one for each argument of the command line
     after: Annotated[str | None, typer.Option(help="A later one; final if not given.")] = None,
     unified: Annotated[bool, typer.Option("--unified", help="As diff -u writes it.")] = False,
     context: Annotated[int, typer.Option(min=0, help="Unchanged nodes around a change.")] = 3,
-    html: Annotated[Path | None, typer.Option(help="Write a page as well.")] = None,
+    html: _Page = None,
     exit_code: Annotated[bool, typer.Option("--exit-code", help="1 if they differ.")] = False,
 ) -> None:
     if extra is not None:
@@ -272,13 +273,16 @@ def diff(  # noqa: PLR0913 - one for each argument of the command line
 
 @app.command(help=_VERIFY_HELP)
 @command
-def verify(request: Request) -> None:
+def verify(request: Request, *, html: _Page = None) -> None:
+    check_writable("--html", html)
     # On the CPU, for numbers are compared; a plan does without any.
     loaded = request.load(device="cpu")
     with progress("verifying"):
         report = verify_model(
             loaded.model, loaded.example_inputs, tp=request.tp or 2, **request.options
         )
+    if html is not None:
+        report.to_html(html)
     typer.echo(report.to_json() if request.json else str(report))
     # Without a line of its own: the report has said what is wrong.
     if not report.ok:

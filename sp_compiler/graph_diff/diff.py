@@ -18,6 +18,7 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 
 from sp_compiler.base.errors import ArgumentError
+from sp_compiler.base.placement import I
 from sp_compiler.graph_diff.align import Alignment
 from sp_compiler.graph_diff.comparable import FLAT, snapshot_of
 from sp_compiler.graph_diff.data import Change, Entry, Fate, Field, Section, Summary
@@ -272,7 +273,8 @@ def _changes(alignment: Alignment, old: Node, new: Node) -> Iterator[Change]:
         yield Change("args", _arguments_text(old), _arguments_text(new))
     yield from _value_changes(old, new)
     placements = meta_text(old, "placement"), meta_text(new, "placement")
-    if placements[0] != placements[1]:
+    # Without a placement a value is whole, which is what I says of it on several ranks.
+    if placements[0] != placements[1] and not {"", str(I)}.issuperset(placements):
         yield Change("placement", *placements)
     # Each operator of an expansion has a tag of its own: one saved one does not save them all.
     new_tags = dict.fromkeys(tag for node in became if (tag := meta_text(node, "recompute")))

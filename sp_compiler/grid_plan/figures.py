@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -44,6 +45,7 @@ _MEMORY = {
     "working_bytes": ("working", "#c8652d"),
 }
 _WIDTH, _ROW = 960, 22  # of the page's drawing, in pixels
+_MOST_TICKS = 8
 _LEGIBLE = 13  # pixels that a number of two digits takes on the page
 _LEGIBLE_INCHES = 0.17  # and in the figure
 
@@ -86,6 +88,8 @@ class GridFigure:
             text=text,
             keys=[(_NAMES[kind], _COLORS[kind]) for kind in kinds],
             rows=list(_rows(self.timeline)),
+            ticks=list(_ticks(self.timeline.step_us)),
+            device=self.device,
             width=_WIDTH,
             row=_ROW,
         )
@@ -166,6 +170,16 @@ def _rows(timeline: GridTimeline) -> Iterator[_Row]:
         ]
         computes, waits = time_text(spent.compute_us), time_text(spent.bubble_us)
         yield _Row(rank * _ROW, paths, numbers, f"rank {rank}: computes {computes}, waits {waits}")
+
+
+def _ticks(step_us: float) -> Iterator[tuple[float, str]]:
+    """Return positions of the page's time axis and their texts: multiples of 1, 2 or 5 times a
+    power of ten."""
+    least = step_us / _MOST_TICKS or 1.0
+    power = 10.0 ** math.floor(math.log10(least))
+    apart = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least)
+    for number in range(math.floor(step_us / apart) + 1):
+        yield number * apart * _WIDTH / (step_us or 1.0), time_text(number * apart)
 
 
 def _outline(run: ActionRun, scale: float) -> str:

@@ -20,7 +20,7 @@ from torch import nn
 from sp_compiler.base.autocast import explicit_einsum
 from sp_compiler.base.errors import CaptureError, UnsupportedError
 from sp_compiler.base.stored_attributes import Stored
-from sp_compiler.base.warn import LIBRARY_FOLDERS, warn
+from sp_compiler.base.warn import in_library, warn
 from sp_compiler.trace.attribute_changes import Settled
 from sp_compiler.trace.autograd_functions import FunctionCall, recorded_functions
 from sp_compiler.trace.decisions import Reads, is_data_dependent
@@ -350,7 +350,7 @@ def users_frames(trace: TracebackType | None) -> TracebackType | None:
     while trace is not None:
         frames.append(trace)
         trace = trace.tb_next
-    own = [not f.tb_frame.f_code.co_filename.startswith(LIBRARY_FOLDERS) for f in frames]
+    own = [not in_library(f.tb_frame.f_code.co_filename) for f in frames]
     kept: TracebackType | None = None
     for index in reversed(range(len(frames))):
         # Behind the last of the user's all stay: they are where it failed.
@@ -371,7 +371,7 @@ def _user_frame(model: nn.Module, trace: TracebackType | None) -> str:
         filename = frame.f_code.co_filename
         first = frame.f_code.co_varnames[:1]  # the name that the user gave to "self"
         owner = frame.f_locals.get(first[0]) if first else None
-        if filename.startswith(LIBRARY_FOLDERS):
+        if in_library(filename):
             continue
         source = traceback.FrameSummary(filename, line, frame.f_code.co_name).line
         at = f"    {filename}:{line}: {source}\n"

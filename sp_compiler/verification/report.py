@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import html
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.resources import files
 from itertools import starmap
+from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import Environment, StrictUndefined
 from torch import Tensor
 
 from sp_compiler.base.pass_report import Pass, PassReport, report_lines
+from sp_compiler.planning.html import framed
 
 FLOOR = 1e-5
 """Of the largest gradient: smaller ones are zero in theory and hold rounding of the others."""
@@ -119,19 +122,23 @@ class VerifyReport:
         }
         return json.dumps(data, indent=2)
 
+    def to_html(self, path: str | Path) -> None:
+        """Write an HTML page with every comparison and the report of each pass; it works
+        offline."""
+        Path(path).write_text(self._page, encoding="utf-8")
+
     def _repr_html_(self) -> str:
-        """Show the comparisons as a table in a notebook."""
-        heads = ("", "pass", "compared", "error", "allowed", "noise", "rounding", "worst at")
-        lines = [f"<tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr>"]
-        for row in self.table:
-            numbers = (row.error, row.tolerance, row.noise, row.rounding)
-            mark = "ok" if row.ok else '<b style="color: #b00020">BAD</b>'
-            texts = [row.stage, row.subject, *(f"{number:.0e}" for number in numbers)]
-            # Messages and lines of the model are text from outside.
-            texts.append("; ".join(filter(None, (row.where, row.message, row.operator))))
-            cells = "".join(f"<td>{html.escape(text)}</td>" for text in texts)
-            lines.append(f"<tr><td>{mark}</td>{cells}</tr>")
-        return f"<p>{html.escape(self._title)}</p><table>{''.join(lines)}</table>"
+        """Show the page of :meth:`to_html` in a notebook."""
+        return framed(self._page)
+
+    @property
+    def _page(self) -> str:
+        # Escaped: messages and lines of the model are text from outside.
+        environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+        source = files("sp_compiler.verification").joinpath("verify_page.html")
+        return environment.from_string(source.read_text(encoding="utf-8")).render(
+            title=self._title, rows=self.table, passes=list(report_lines(self.passes))
+        )
 
     @property
     def _title(self) -> str:

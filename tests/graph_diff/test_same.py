@@ -9,8 +9,11 @@ import torch
 from torch import nn
 from torch.fx import Graph
 
+from sp_compiler.base.placement import Placement
+from sp_compiler.graph_diff.data import Change
 from sp_compiler.graph_diff.diff import diff
 from sp_compiler.ir.snapshot import Snapshot
+from tests.helpers.graph_builder import GraphBuilder
 from tests.models.architecture import DIVIDING
 from tests.models.architectures import build, inputs
 
@@ -51,6 +54,28 @@ def test_layers_that_are_called_twice_are_themselves(
         assert str(result) == "no difference"
         assert result.is_empty
         assert not result.counts
+
+
+def _placed(*placements: str) -> Graph:
+    builder = GraphBuilder()
+    x = builder.input("x", 4, 4)
+    y = builder.call(torch.ops.aten.relu.default, x)
+    for node, text in zip((x, y), placements, strict=True):
+        if text:
+            node.meta["placement"] = Placement.parse(text)
+    return builder.output(y)
+
+
+def test_a_value_that_stays_whole_has_not_changed() -> None:
+    """On one rank that is every value."""
+    unplaced = _placed("", "")
+    for first, second in ((unplaced, _placed("I", "I")), (_placed("I", "I"), unplaced)):
+        assert diff(first, second).is_empty
+    for placement in ("R", "P", "S(0)"):
+        for first, second in (("", placement), ("I", placement), (placement, "I")):
+            result = diff(_placed("I", first), _placed("", second))
+            changes = [change for entry in result.entries for change in entry.changes]
+            assert changes == [Change("placement", first, second)]
 
 
 def _unary(function: str) -> Graph:

@@ -88,12 +88,15 @@ def test_a_page_draws_every_action_where_its_time_is() -> None:
     assert "<h1>Net &lt;8&gt;</h1>" in text
     assert "<pre>a &lt; b</pre>" in text
     # By rank and kind, from the left in parts of a step: F0, F1 and then B0, B1 of the first rank.
-    boxes = [re.findall(r"M([\d.]+) ", path) for path in re.findall(r' d="(.*?)"', text)]
+    boxes = [re.findall(r"M([\d.]+) ", path) for path in re.findall(r'fill=".*?" d="(.*?)"', text)]
     by_hand = [[0, 3], [11.75, 19.75], [3.5, 11.5], [6.5, 14.5]]
     scale = 960 / 26.75
     assert [list(map(float, own)) for own in boxes] == [
         [round(begin * scale, 1) for begin in own] for own in by_hand
     ]
+    # At most eight parts of 1, 2 or 5 times a power of ten.
+    ticks = re.findall(r'<text class="time" x="([\d.]+)" y=".*?">(.*?)</text>', text)
+    assert ticks == [(f"{time * scale:.1f}", f"{time:.1f} us") for time in (0, 5, 10, 15, 20, 25)]
 
 
 def test_a_figure_draws_them_too(tmp_path: Path) -> None:

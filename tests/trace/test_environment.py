@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
-from sp_compiler.trace.environment import without_cache
+from sp_compiler.trace.environment import users_frames, without_cache
 from tests.models import zoo
 
 
@@ -43,3 +47,21 @@ def test_a_model_that_keeps_no_cache_misses_none(name: str, warns: bool) -> None
             with without_cache(model, asked=argument):
                 assert model.config.use_cache is False  # type: ignore[union-attr]
     assert [("keeps no cache" in str(each.message)) for each in said] == [True] * warns
+
+
+def test_libraries_behind_symbolic_links_are_no_lines_of_the_user(tmp_path: Path) -> None:
+    """Environments are often reached through one, and files are named as they were reached."""
+    (tmp_path / "torch").symlink_to(Path(torch.__file__).parent)
+    by_library: dict[str, Any] = {}
+    source = "def call(function):\n    return function()"
+    file = tmp_path / "torch" / "nn" / "modules" / "module.py"
+    exec(compile(source, file, "exec"), by_library)
+
+    def of_the_user() -> None:
+        raise KeyError
+
+    with pytest.raises(KeyError) as caught:
+        by_library["call"](of_the_user)
+    frames = traceback.extract_tb(users_frames(caught.tb))
+    assert {frame.filename for frame in frames} == {__file__}
+    assert frames[-1].name == "of_the_user"

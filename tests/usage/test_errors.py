@@ -20,7 +20,7 @@ from sp_compiler import (
     SPCompilerError,
     UnsupportedError,
 )
-from sp_compiler.base.warn import LIBRARY_FOLDERS
+from sp_compiler.base.warn import in_library
 from tests.helpers.fake_group import fake_group
 from tests.helpers.users import Net, batch, compiled, gradients, net, prepared
 
@@ -129,7 +129,7 @@ def test_mistakes_of_the_model_are_shown_with_their_line() -> None:
     frames = traceback.extract_tb(caught.value.__cause__.__traceback__)
     # The model's own, without the capture around it.
     assert [frame.name for frame in frames if frame.filename == __file__] == ["forward"] * 2
-    assert not [frame for frame in frames if frame.filename.startswith(LIBRARY_FOLDERS)]
+    assert not [frame for frame in frames if in_library(frame.filename)]
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -220,7 +222,7 @@ def test_a_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not report.ok
     assert "Prologue" in {row.subject for row in report.table if not row.ok}
     assert (report.first_bad_operator or "").startswith("vocab_embedding.default of ")
-    assert "BAD" in report._repr_html_()
+    assert "&lt;b&gt;BAD&lt;/b&gt;" in report._repr_html_()
 
 
 def test_a_broken_normalisation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,15 +301,17 @@ def test_gradients_of_inputs_are_compared_too(
     assert report.ok is ok, str(report)
 
 
-def test_report_is_data_too() -> None:
+def test_report_is_data_too(tmp_path: Path) -> None:
     report = _verify("plain")
     data = json.loads(report.to_json())
     assert data["ok"] is True
     assert data["first_bad_pass"] is None
     assert len(data["table"]) == len(report.table)
-    shown = report._repr_html_()
+    report.to_html(tmp_path / "verify.html")
+    shown = (tmp_path / "verify.html").read_text(encoding="utf-8")
     assert shown.count("<tr>") == 1 + len(report.table)
     assert "BAD" not in shown
+    assert f'srcdoc="{html.escape(shown)}"' in report._repr_html_()
     lines = list(report_lines(report.passes))  # and what each declined
     assert str(report).count("\n") == len(report.table) + 1 + len(lines)
     # For pipelines alone, and where it is asked for.

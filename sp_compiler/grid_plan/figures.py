@@ -179,7 +179,8 @@ def _ticks(step_us: float) -> Iterator[tuple[float, str]]:
     power = 10.0 ** math.floor(math.log10(least))
     apart = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least)
     for number in range(math.floor(step_us / apart) + 1):
-        yield number * apart * _WIDTH / (step_us or 1.0), time_text(number * apart)
+        text = time_text(number * apart) if number else "0"
+        yield number * apart * _WIDTH / (step_us or 1.0), text
 
 
 def _outline(run: ActionRun, scale: float) -> str:

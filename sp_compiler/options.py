@@ -297,9 +297,10 @@ class CompileOptions:
         return cls(tp=tp, **values)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: hints and passes as text, hardware by its name."""
+        """What a user can set, as plain data: hints and passes as text, hardware by its name."""
+        asked = ("tp", "ep", *Options.__annotations__)
         return {
-            **vars(self),
+            **{name: getattr(self, name) for name in asked},
             "hardware": self.device.name,
             "hints": {key: hint_text(hint) for key, hint in self.hints.items()},
             "passes": list(map(pass_name, self.passes)),
@@ -308,7 +309,7 @@ class CompileOptions:
     def texts(self) -> dict[str, str]:
         """Option name to the text of its value, the same for equal values on every rank."""
         # Of hardware every number: two ranks may have measured theirs.
-        options = {**self.to_dict(), "hardware": self.hardware}
+        options = {**vars(self), **self.to_dict(), "hardware": self.hardware}
         # In what order a user writes hints means nothing, and may differ by rank.
         options["hints"] = dict(sorted(options["hints"].items()))
         return {name: repr(value) for name, value in options.items()}

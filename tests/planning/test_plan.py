@@ -23,7 +23,7 @@ from sp_compiler.cost.memory import backward_peak_bytes, function_peak_bytes
 from sp_compiler.cost.step_memory import step_memory
 from sp_compiler.ir.rewriting import fake_value
 from sp_compiler.ops.communicator import Communicator
-from sp_compiler.options import CompileOptions
+from sp_compiler.options import CompileOptions, Options
 from sp_compiler.planning.build import make_plan
 from sp_compiler.planning.plan import Plan
 from sp_compiler.runtime.executor import Executor
@@ -267,6 +267,8 @@ def test_json_is_the_whole_plan() -> None:
     assert data["activation_bytes"] == found.activation_bytes
     assert data["blocks"][1]["kept"][0]["name"] == found.blocks[1].kept[0].name
     assert data["options"]["recompute"] == "selective"
+    # Those that a user can give, no flag that pipelines set.
+    assert set(data["options"]) == {"tp", "ep", *Options.__annotations__}
     assert {field.name for field in dataclasses.fields(Plan)} <= {
         *data,
         "explainer",

@@ -111,8 +111,8 @@ def _plan(preset: str, options: dict[str, Any]) -> tuple[Plan, BlockPlan]:
         )
         for preset in ("gpt-22b", "gpt3-175b")
         for number, row in enumerate(ROWS)
-        # Of the larger model, which differs in numbers alone, every other row.
-        if preset == "gpt-22b" or number % 2
+        # Of the larger model, which differs in numbers alone, one row.
+        if preset == "gpt-22b" or number == 1
     ],
 )
 def test_a_block_keeps_what_the_formula_says(

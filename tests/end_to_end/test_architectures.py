@@ -20,6 +20,7 @@ from sp_compiler.passes.sharding.shard import shard
 from sp_compiler.trace.export import capture
 from tests.helpers import parity
 from tests.models import architectures
+from tests.models.architecture import Size
 
 _TIGHT = 1e-9
 _FLOORS = coverage.load()
@@ -58,7 +59,9 @@ _PACKED = {
 def _check(name: str, configuration: str) -> None:
     """At one number of ranks: they take turns, a measurement of all is what stores the floors."""
     ranks = architectures.turn(name, configuration)
-    case = architectures.case(name, architectures.size(configuration, ranks))
+    size = architectures.size(configuration, ranks)
+    case = architectures.case(name, size)
+    _check_capture(case, name, size)
     found, floor = coverage.measure(case, ranks), _FLOORS[name][configuration][str(ranks)]
     assert found["output_error"] < _TIGHT
     assert found["gradient_error"] < _TIGHT
@@ -69,6 +72,20 @@ def _check(name: str, configuration: str) -> None:
     _check_diff(case.program)
     if configuration == "dividing":
         _check_against_huggingface(name, ranks, found)
+
+
+def _check_capture(case: parity.Case, name: str, size: Size) -> None:
+    """What is captured is the model in eager, but for its own casts to float32."""
+    with architectures.float64():
+        model = architectures.build(name, size)
+        if getattr(getattr(model, "config", None), "_experts_implementation", None) == "grouped_mm":
+            model.set_experts_implementation("eager")  # grouped products know no float64
+        outputs = pytree.tree_leaves(model(**architectures.inputs(name, size)))
+        parity.backward(outputs)
+    for actual, true in zip(case.outputs, outputs, strict=True):
+        torch.testing.assert_close(actual, true, rtol=1e-4, atol=1e-4, check_dtype=False)
+    expected = {key: value.grad for key, value in model.named_parameters()}
+    assert parity.gradient_error(case.grads, expected, floor=1e-2) < 1e-3
 
 
 def _check_diff(program: Program) -> None:
@@ -109,24 +126,6 @@ def test_architecture(name: str, configuration: str) -> None:
 )
 def test_every_architecture(name: str, configuration: str) -> None:
     _check(name, configuration)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", architectures.names())
-def test_what_is_captured_is_the_model(name: str) -> None:
-    """Every architecture against itself in eager, with its own casts to float32."""
-    size = architectures.size("dividing", 2)
-    model, inputs = architectures.build(name, size), architectures.inputs(name, size)
-    with architectures.float64():
-        found = parity.make_case(model, inputs, lift_casts=False)
-        if getattr(getattr(model, "config", None), "_experts_implementation", None) == "grouped_mm":
-            model.set_experts_implementation("eager")  # grouped products know no float64
-        outputs = pytree.tree_leaves(model(**inputs))
-        parity.backward(outputs)
-    for actual, true in zip(found.outputs, outputs, strict=True):
-        torch.testing.assert_close(actual, true, rtol=1e-4, atol=1e-4)
-    expected = {key: value.grad for key, value in model.named_parameters()}
-    assert parity.gradient_error(found.grads, expected, floor=1e-2) < 1e-3
 
 
 def test_there_are_59() -> None:

@@ -308,12 +308,12 @@ _KINDS = (
 
 
 def _in_turn() -> list[Any]:
-    """Every kind in every setting; one in turn is a fast test."""
+    """Every kind in one setting in turn, and in another one as a slow test."""
     cases = []
     for number, kind in enumerate(_KINDS):
-        for place, options in enumerate(_OPTIONS):
+        for place, marks in ((number, ()), (number + 2, pytest.mark.slow)):
+            options = _OPTIONS[place % len(_OPTIONS)]
             label = f"{kind.__name__}-tp{options['tp']}"
-            marks = () if place == number % len(_OPTIONS) else pytest.mark.slow
             cases.append(pytest.param(kind, options, id=label, marks=marks))
     return cases
 

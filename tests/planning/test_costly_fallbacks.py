@@ -132,8 +132,8 @@ def test_a_model_that_shards(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", zoo.names())
-def test_every_model_of_the_zoo_shards(name: str) -> None:
+@pytest.mark.parametrize("name", ["llama", "bert", "vit", "encoder"])
+def test_models_of_other_architectures_shard(name: str) -> None:
     sp_compiler.plan(zoo.build(name), ((), zoo.inputs(name)), tp=4, strict=True)
 
 

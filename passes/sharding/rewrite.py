@@ -93,6 +93,8 @@ class RegionLowering:
             input_names=self.region.input_names,
             input_placements=tuple(map(local_placement, self.inputs)),
             output_placements=tuple(map(local_placement, self.outputs)),
+            input_shapes=tuple(map(_full_shape, self.region.placeholders)),
+            output_shapes=tuple(map(_full_shape, self.region.outputs)),
         )
 
     def get(self, value: Value, placement: Placement) -> Node:
@@ -286,6 +288,12 @@ def _part_of(value: Value, placement: Placement, world_size: int) -> tuple[int, 
     if placement.segments and sum(placement.segments) != shape[placement.dim]:
         raise PassError(Pass.SHARD, f"{placement} does not cut {shape}", value[0])
     return placement.local_shape(shape, world_size)
+
+
+def _full_shape(node: Node) -> tuple[int, ...] | None:
+    """Return the shape of an unsharded value, with open sizes; ``None`` for what is no tensor."""
+    value = node.meta["val"]
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
 
 
 def _may_need_padding(rows: int, world_size: int) -> bool:

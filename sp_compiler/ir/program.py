@@ -57,6 +57,9 @@ class Region:
             for values a readable name, in order.
         input_placements: set by sharding; placements of the local tensors (never "T").
         output_placements: set by sharding.
+        input_shapes: set by sharding; shapes of the full values, with open sizes; ``None`` for what
+            is no tensor. Rows of tokens have lost theirs.
+        output_shapes: set by sharding.
     """
 
     name: str
@@ -65,6 +68,8 @@ class Region:
     input_names: tuple[str, ...]
     input_placements: tuple[Placement, ...] = ()
     output_placements: tuple[Placement, ...] = ()
+    input_shapes: tuple[tuple[int, ...] | None, ...] = ()
+    output_shapes: tuple[tuple[int, ...] | None, ...] = ()
 
     @property
     def placeholders(self) -> list[torch.fx.Node]:

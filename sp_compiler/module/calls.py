@@ -53,7 +53,8 @@ def executor_for(state: ModuleState, leaves: list[Any], structure: pytree.TreeSp
         return input_names(state.root, *pytree.tree_unflatten(leaves, structure))
 
     # Names are made only where ranks disagree: to bind arguments takes its time in every call.
-    state.agreement.begin_call(key, leaves, names, compiled=executor is not None)
+    hooks = state.layout.hooks()
+    state.agreement.begin_call(key, leaves, names, compiled=executor is not None, hooks=hooks)
     if executor is None:
         # Parameters that are placed under inference_mode could never be trained.
         with torch.inference_mode(False), without_saved_tensor_hooks():

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MethodType
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -17,6 +16,8 @@ from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.base.placement import I, Placement
 from sp_compiler.module.dtensors.patches import refuse_to_pickle
 from sp_compiler.module.fixed_parts import FixedContainer, refuse_change, refuse_other_module
+from sp_compiler.module.hooks.block_hooks import Invocation
+from sp_compiler.module.hooks.hooked_module import KINDS, HookedModule
 from sp_compiler.module.parameters import (
     distributed_parameter,
     from_loaded,
@@ -28,14 +29,6 @@ from sp_compiler.runtime.reductions import DeferredGradients
 
 # Left by ``fully_shard`` on each module for torch.compile; no forward of a model reads them.
 _FSDP_MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-class Invocation:
-    """The compiled code of one call of a block, passed to the block's own ``forward``."""
-
-    def __init__(self, run: Callable[..., tuple[Any, ...]]) -> None:
-        self.run = run
 
 
 class Layout:
@@ -49,6 +42,7 @@ class Layout:
         num_hooks: number of forward pre-hooks registered on modules, as ``fully_shard`` does.
         calls_root: whether the root module is called; a pipeline calls stages instead.
         deferred: pending gradients under ``no_sync``.
+        hooked: modules that have or had hooks of the user's, by path; not the whole model.
     """
 
     def __init__(self, group: TensorParallelGroup) -> None:
@@ -59,13 +53,27 @@ class Layout:
         self.num_hooks = 0
         self.calls_root = True
         self.deferred = DeferredGradients()
+        self.hooked: dict[str, nn.Module] = {}
 
     def placement(self, path: str, name: str) -> Placement:
         """Placement of parameter ``name`` of the module at ``path``; ``I`` until it is placed."""
         return self.placements.get(f"{path}.{name}" if path else name, I)
 
+    def hooks(self) -> str:
+        """The hooks of blocks as text, in which the ranks must agree: they gather values."""
+        counts = {
+            path: {kind.strip("_"): len(getattr(module, kind)) for kind in KINDS}
+            for path, module in self.hooked.items()
+        }
+        return ", ".join(
+            f"{count} {kind} on {path}"
+            for path, by_kind in sorted(counts.items())
+            for kind, count in by_kind.items()
+            if count
+        )
 
-class MirrorModule(nn.Module):
+
+class MirrorModule(HookedModule, nn.Module):
     """Mirror of one module of the model: same name, same children, same parameter names.
 
     Attributes of the model's own module (``config``, ``num_heads``) are read and set there; its
@@ -201,51 +209,6 @@ class MirrorModule(nn.Module):
     def extra_repr(self) -> str:
         return self._sp_original.extra_repr()
 
-    # Hooks run on the whole model and on blocks; anywhere else they would be silently dead.
-
-    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        self._require_runnable("forward hook")
-        return super().register_forward_hook(*args, **kwargs)
-
-    def register_forward_pre_hook(self, hook: Any, *args: Any, **kwargs: Any) -> Any:
-        self._require_runnable("forward pre-hook")
-        _refuse_lone_fully_shard(hook, self._sp_layout.group.mesh)
-        self._sp_layout.num_hooks += 1
-        return super().register_forward_pre_hook(hook, *args, **kwargs)
-
-    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        self._require_runnable("backward hook")
-        return super().register_full_backward_hook(*args, **kwargs)
-
-    def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        self._require_runnable("backward pre-hook")
-        return super().register_full_backward_pre_hook(*args, **kwargs)
-
-    def require_runnable_hooks(self, *, on_root: bool = False) -> None:
-        """Raise an error if this module has a hook that would never run.
-
-        Args:
-            on_root: whether to check the root module too; not after FSDP has registered hooks
-                there.
-        """
-        if (self._sp_path or on_root) and any(getattr(self, kind) for kind in _HOOKS):
-            self._require_runnable("hook")
-
-    def _require_runnable(self, what: str) -> None:
-        blocks = self._sp_layout.blocks
-        if not self._sp_path and not self._sp_layout.calls_root:
-            raise UnsupportedError(
-                f"a {what} on the whole model cannot run: a pipeline calls its stages and never "
-                "the model; register it on a layer, or do what it does around step()"
-            )
-        # Before compilation nobody knows the blocks; require_runnable_hooks looks again after it.
-        if blocks is None or not self._sp_path or self._sp_path in blocks:
-            return
-        raise UnsupportedError(
-            f"a {what} on module {self._sp_path!r} cannot run: it is inside compiled code. Hooks "
-            f"run on the whole model and on its blocks: {', '.join(sorted(blocks)[:4]) or 'none'}"
-        )
-
     # Checkpoints show true shapes in true order.
 
     def _save_to_state_dict(
@@ -344,19 +307,6 @@ def _same_layout(present: Tensor, value: Tensor) -> bool:
         return False
     # Another mesh is that of fully_shard, which swaps parameters in and out at every forward.
     return value.device_mesh != present.device_mesh or value.placements == present.placements
-
-
-def _refuse_lone_fully_shard(hook: Any, mesh: DeviceMesh | None) -> None:
-    """Raise an error for a hook of FSDP2 where "tp" is no axis of a larger mesh, which it needs."""
-    # The hook is all that fully_shard shows of itself before it fails at the first parameter.
-    of_fsdp = type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp.")
-    if of_fsdp and mesh is not None and mesh._get_root_mesh().ndim == 1:
-        raise UnsupportedError(
-            f"fully_shard on a module that {mesh.size()} ranks compute together, whose mesh has no "
-            "axis for data: pass compile a mesh with the axes dp_shard and tp, which applies "
-            "fully_shard over dp_shard; or compile(..., mesh=mesh, fsdp=False) and "
-            'fully_shard(module, mesh=mesh["dp_shard"]), a slice of the same mesh'
-        )
 
 
 def _mirror_class(module: nn.Module) -> type[MirrorModule]:

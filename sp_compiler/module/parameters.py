@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.placement import I, Placement, shard_of
 from sp_compiler.module.dtensors.patches import refuse_to_pickle
-from sp_compiler.module.segmented_shard import segmented_shard
+from sp_compiler.module.dtensors.segmented_shard import segmented_shard
 from sp_compiler.runtime.group import AXIS, EXPERT_AXIS, TensorParallelGroup
 from sp_compiler.runtime.padding import padded_part, stored_part, stored_shape
 from sp_compiler.runtime.parameter_gradients import local_tensor

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ from sp_compiler.base.errors import NotCompiledError
 from sp_compiler.base.placement import I, Placement
 from sp_compiler.grid.fully_sharded import FullySharded, compute_dtype
 from sp_compiler.ir.compiled_program import CompiledProgram
-from sp_compiler.module.module_tree import Invocation, Layout, MirrorModule
+from sp_compiler.module.hooks.block_hooks import Invocation
+from sp_compiler.module.hooks.block_values import BlockForms
+from sp_compiler.module.module_tree import Layout, MirrorModule
 from sp_compiler.module.source_model import Original
 from sp_compiler.module.views import NamedTensors
 from sp_compiler.runtime.executor import Executor
@@ -145,16 +148,23 @@ class ModuleState:
         ``gathered``: whether FSDP's parameters are already gathered when the program runs.
         """
 
+        tp, calls = self.group.communicator, compiled.program.calls
+
         def call_block(
-            path: str, invoke: Callable[..., tuple[Any, ...]], values: Sequence[Any]
+            index: int,
+            invoke: Callable[..., tuple[Any, ...]],
+            values: Sequence[Any],
+            leaves: Sequence[Any],
         ) -> tuple[Any, ...]:
-            outputs = self.modules[path](Invocation(invoke), *values)
-            return outputs if isinstance(outputs, tuple) else (outputs,)
+            block = self.modules[calls[index].path]
+            assert isinstance(block, MirrorModule)
+            forms = partial(BlockForms.of, tp, compiled, index, leaves)
+            return block.call_block(Invocation(invoke, forms), values)
 
         # Gathered parameters are as good as others: their gradients need no look at FSDP.
         managed = frozenset if gathered else self.managed
         return Executor(
-            compiled, self.group.communicator, call_block, self.deferred, managed, weights,
+            compiled, tp, call_block, self.deferred, managed, weights,
             leaves_partial=gathered and self.group.data.mesh is not None,
         )  # fmt: skip
 

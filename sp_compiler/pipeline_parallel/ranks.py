@@ -59,6 +59,9 @@ class StageRanks:
         self._agreement.begin_call(key, leaves, lambda: names, compiled=True)
         if self._agreement.every_call:
             self._agreement.settle()  # before anything is sent
+        # Of this stage's blocks, whose values its tensor-parallel ranks gather for them.
+        if hooks := self._state.layout.hooks():
+            self._state.agreement.require_equal("runs hooks of blocks", {"hooks": hooks})
 
     def meet_over_data(self) -> None:
         """Wait for the other parts of the data, and check whether they failed.

@@ -37,7 +37,7 @@ from sp_compiler.runtime.weight_gradients import (
 )
 
 Invoke = Callable[..., tuple[Any, ...]]
-BlockCall = Callable[[str, Invoke, Sequence[Any]], tuple[Any, ...]]
+BlockCall = Callable[[int, Invoke, Sequence[Any], Sequence[Any]], tuple[Any, ...]]
 
 
 @dataclass
@@ -54,9 +54,9 @@ class Executor:
     Args:
         compiled: the program.
         tp: this rank's communicator.
-        call_block: ``call_block(path, invoke, values)`` runs the call of the layer at ``path`` by
-            returning ``invoke(*values)``, which looks up the parameters. By default the call runs
-            directly.
+        call_block: ``call_block(index, invoke, values, flat_inputs)`` runs a call of the program
+            that is a layer of the model by returning ``invoke(*values)``, which looks up the
+            parameters. By default the call runs directly.
         deferred: holds gradients of replicated parameters while synchronisation is off.
         managed: names of the parameters that FSDP gathers for a block, and whose gradients it
             reduces.
@@ -204,7 +204,7 @@ class Executor:
 
         if not call.path or self._call_block is None:
             return invoke(*given)
-        outputs = self._call_block(call.path, invoke, given)
+        outputs = self._call_block(index, invoke, given, frame.flat_inputs)
         return tuple(_cast_back(outputs, made)) if frame.managed else outputs
 
     def _runner(self, frame: _RunState, index: int, owners: Sequence[Tensor]) -> RegionRunner:

@@ -71,11 +71,16 @@ class RankAgreement:
         self._options = dict(options or {})
         # By group: ranks that read other data may compile more often than these.
         self._num_meetings: Counter[str] = Counter()
-        self._kinds: OrderedDict[CallKey, _Kind] = OrderedDict()
+        self._kinds: OrderedDict[tuple[CallKey, str], _Kind] = OrderedDict()
         self._comparisons: list[_RankComparison] = []
 
     def begin_call(
-        self, key: CallKey, leaves: Sequence[Any], names: Callable[[], list[str]], compiled: bool
+        self,
+        key: CallKey,
+        leaves: Sequence[Any],
+        names: Callable[[], list[str]],
+        compiled: bool,
+        hooks: str = "",
     ) -> None:
         """Compare this call and its input leaves with those of the other ranks.
 
@@ -85,6 +90,7 @@ class RankAgreement:
             names: returns the user's names of them; called only if something differs.
             compiled: whether there is a program for it; if not, it is compared at once, so that all
                 ranks compile or none.
+            hooks: which hooks run between its blocks.
 
         Raises:
             RankMismatchError: this call differs, or an earlier one did.
@@ -95,7 +101,7 @@ class RankAgreement:
             return
         board.require_usable(self._group.timeout)
         self.settle(wait=self.every_call)
-        kind = self._kind(key)
+        kind = self._kind(key, hooks)
         first = kind.num_calls < _FIRST_CALLS
         compared = first or kind.num_calls % _EVERY == 0 or checks_enabled()
         # Another decision is another program: the host has waited for these numbers anyway.
@@ -107,7 +113,8 @@ class RankAgreement:
             with outside_modes():
                 numbers = [f"{value.item() % 2**64:016x}" for value in values]
                 given = _inputs(names(), key.leaves, leaves, numbers, here.digests)
-            return {**given, **key.parts(), **self._options, "records gradients": str(here.grad)}
+            own = {"hooks": hooks or "none", "records gradients": str(here.grad)}
+            return {**given, **key.parts(), **self._options, **own}
 
         if self.every_call:
             self._gather_on_host(board, kind, [here.number(), _combined(values)], facts)
@@ -220,21 +227,23 @@ class RankAgreement:
 
         self._comparisons.append(_RankComparison(kind, rows, arrived, facts))
 
-    def _kind(self, key: CallKey) -> _Kind:
-        kind = self._kinds.get(key)
+    def _kind(self, key: CallKey, hooks: str) -> _Kind:
+        kind = self._kinds.get((key, hooks))
         if kind is None:
-            digest = hashlib.sha256(f"{key.digest()} {sorted(self._options.items())}".encode())
-            kind = self._kinds[key] = _Kind(int(digest.hexdigest()[:16], 16) >> 1)
+            text = f"{key.digest()} {sorted(self._options.items())} {hooks}"
+            digest = hashlib.sha256(text.encode())
+            kind = self._kinds[key, hooks] = _Kind(int(digest.hexdigest()[:16], 16) >> 1)
             if len(self._kinds) > _REMEMBERED_KEYS:
                 self._kinds.popitem(last=False)
         # Those that are still called stay, also where many others come once.
-        self._kinds.move_to_end(key)
+        self._kinds.move_to_end((key, hooks))
         return kind
 
 
 @dataclass
 class _Kind:
-    """Calls of one key: 63 bits for it and the options, and the number of calls so far."""
+    """Calls of one key with the same hooks: 63 bits for these and the options, and the number of
+    calls so far."""
 
     number: int
     num_calls: int = 0

@@ -103,24 +103,30 @@ class _Run:
             board.timeout = timeout
 
 
+def _on_failing(hook: Callable[..., None]) -> Callable[..., None]:
+    """Hooks of blocks must be on every rank."""
+    return lambda *args: hook(*args) if dist.get_rank() == _FAILING else None
+
+
 def _in_forward(run: _Run) -> None:
-    run.layer.register_forward_hook(_boom)
+    run.layer.register_forward_hook(_on_failing(_boom))
 
 
 def _in_backward(run: _Run) -> None:
-    run.layer.register_full_backward_hook(_boom)
+    run.layer.register_full_backward_hook(_on_failing(_boom))
 
 
 def _in_optimizer(run: _Run) -> None:
-    run.optimizer.register_step_pre_hook(_boom)
+    run.optimizer.register_step_pre_hook(_on_failing(_boom))
 
 
 def _ids_out_of_range(run: _Run) -> None:
-    run.batch = {**run.batch, "input_ids": run.batch["input_ids"] + 10**6}
+    if dist.get_rank() == _FAILING:
+        run.batch = {**run.batch, "input_ids": run.batch["input_ids"] + 10**6}
 
 
 def _hanging(run: _Run) -> None:
-    run.layer.register_forward_hook(_hang)
+    run.layer.register_forward_hook(_on_failing(_hang))
 
 
 def _raised(axes: dict[str, int], disturb: Callable[[_Run], None]) -> tuple[str, float]:
@@ -131,8 +137,7 @@ def _raised(axes: dict[str, int], disturb: Callable[[_Run], None]) -> tuple[str,
     run.step()
     if disturb is _hanging:
         run.be_impatient(timedelta(seconds=3))
-    if dist.get_rank() == _FAILING:
-        disturb(run)
+    disturb(run)
     dist.barrier()
     start = time.monotonic()
     with pytest.raises(Exception, match=r"boom|rank_timeout|out of range|AdamW") as caught:

@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import sp_compiler
 from sp_compiler import ArgumentError
-from sp_compiler.module.segmented_shard import segmented_shard
+from sp_compiler.module.dtensors.segmented_shard import segmented_shard
 
 
 def _model(*dtypes: torch.dtype) -> nn.ModuleList:

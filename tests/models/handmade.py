@@ -7,6 +7,7 @@ whole.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -114,6 +115,8 @@ def handmade(world_size: int, layers: int = 2) -> CompiledProgram:
         [R, S(0), S(0), S(1), S(0)],
         [S(0)],
     )
+    rows = 8, 4  # of the input
+    block = replace(block, input_shapes=(None,) * 4 + (rows,), output_shapes=(rows,))
     leave = _region("Leave", ["call"], "x", [S(0)], [I, I])
     calls = [Call(enter, "", (Ref("input", index=0), Ref("buffer", "steps")))]
     placements = {}

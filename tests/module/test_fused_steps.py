@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.module.dtensors.patches import step_local_parts
-from sp_compiler.module.segmented_shard import segmented_shard
+from sp_compiler.module.dtensors.segmented_shard import segmented_shard
 from tests.helpers.fake_group import fake_group
 
 

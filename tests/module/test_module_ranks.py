@@ -290,7 +290,7 @@ def test_no_sync_defers_reductions(ranks: list[dict[str, Any]]) -> None:
 @pytest.mark.slow
 def test_hooks_of_blocks_and_parameters_run(ranks: list[dict[str, Any]]) -> None:
     for result in ranks:
-        assert result["hooks"] == ["(4, 4)", "root", "post (8, 4)", "grad"]
+        assert result["hooks"] == ["(8, 4)", "root", "post (8, 4)", "grad"]
 
 
 @pytest.mark.slow

@@ -24,8 +24,8 @@ from sp_compiler.module.dtensors.patches import (
     reduce_all_dims,
 )
 from sp_compiler.module.dtensors.plain_operands import take_plain_operands
+from sp_compiler.module.dtensors.segmented_shard import segmented_shard
 from sp_compiler.module.outputs import ShardedOutput
-from sp_compiler.module.segmented_shard import segmented_shard
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.two_ranks import full
 

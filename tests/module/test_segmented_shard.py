@@ -20,8 +20,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from sp_compiler import UnsupportedError
 from sp_compiler.base.placement import Placement, S
+from sp_compiler.module.dtensors.segmented_shard import segmented_shard, segments_of
 from sp_compiler.module.parameters import mesh_placement, tensor_spec
-from sp_compiler.module.segmented_shard import segmented_shard, segments_of
 from sp_compiler.runtime.padding import stored_part
 from tests.helpers.fake_group import fake_group
 

@@ -21,7 +21,7 @@ from sp_compiler import UnsupportedError
 from sp_compiler.module.dtensors.gathered_views import write_through_views
 from sp_compiler.module.dtensors.patches import draw_whole_tensors, read_true_numbers
 from sp_compiler.module.dtensors.plain_operands import take_plain_operands
-from sp_compiler.module.segmented_shard import segmented_shard
+from sp_compiler.module.dtensors.segmented_shard import segmented_shard
 from tests.helpers.ranks import run_on_ranks
 
 _PLACES: dict[str, Callable[[], Any]] = {

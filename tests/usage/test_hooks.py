@@ -105,12 +105,37 @@ def test_hooks_that_the_model_had_before_move_along() -> None:
 
 
 def test_hooks_on_blocks_run(module: Any) -> None:
-    shapes = []
-    handle = module.blocks[1].register_forward_hook(lambda m, args, out: shapes.append(out.shape))
-    module(batch())
-    handle.remove()
-    module(batch())
-    assert shapes == [(4, 6, 8)]
+    """With what they are given on the model's own layer."""
+    seen: list[list[Any]] = [[], []]
+    for one, values in zip((module, net()), seen, strict=True):
+        block, note = one.get_submodule("blocks.1"), values.append
+        handles = [
+            block.register_forward_pre_hook(lambda _, args, note=note: note(args)),
+            block.register_forward_hook(lambda _, args, out, note=note: note((args, out))),
+            block.register_full_backward_pre_hook(lambda _, grads, note=note: note(grads)),
+            block.register_full_backward_hook(lambda _, *grads, note=note: note(grads)),
+        ]
+        one(batch())["loss"].backward()
+        for handle in handles:
+            handle.remove()
+        one(batch())
+    assert len(seen[0]) == 4
+    torch.testing.assert_close(*seen, rtol=1e-10, atol=1e-15)
+
+
+def test_what_hooks_on_blocks_return(module: Any) -> None:
+    block = module.blocks[1]
+    for register, hook, said in (
+        (block.register_forward_hook, lambda _, args, out: out[1:], r"\(3, 6, 8\) instead of"),
+        (block.register_forward_hook, lambda _, args, out: out.float(), "float32 .* instead of"),
+        (block.register_forward_pre_hook, lambda _, args: (*args, 1), "2 values instead of 1"),
+    ):
+        handle = register(hook)
+        with pytest.raises(UnsupportedError, match=rf"hook on 'blocks.1' returned .*{said}"):
+            module(batch())
+        handle.remove()
+    with pytest.raises(UnsupportedError, match="use register_full_backward_hook"):
+        block.register_backward_hook(lambda *_: None)
 
 
 def test_hooks_inside_blocks_raise_before_and_after_compilation(module: Any) -> None:

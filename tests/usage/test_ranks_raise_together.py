@@ -135,8 +135,8 @@ def _modes(mesh: DeviceMesh, rank: int) -> Callable[[], Any]:
 def _in_hook(hook: str, path: str, mesh: DeviceMesh, rank: int) -> Callable[[], Any]:
     """A mistake in what is registered by the method ``hook`` of the submodule at ``path``."""
     module = _trained(mesh)
-    if rank:
-        getattr(module.get_submodule(path), hook)(_break)
+    # Hooks of blocks must be on every rank.
+    getattr(module.get_submodule(path), hook)(lambda *args: _break(*args) if rank else None)
     return lambda: module(batch(4))["loss"].backward()
 
 

@@ -1,0 +1,1 @@
+"""Hooks of users: where they run, and what those on blocks see."""

@@ -1,0 +1,128 @@
+"""Hooks on blocks: what a user registers, with full values instead of a rank's parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from sp_compiler.module.hooks.block_values import BlockForms, Shown
+
+Hook = Callable[..., Any]
+
+
+class Invocation:
+    """One call of a block, passed to the block's own ``forward`` in front of its values.
+
+    Args:
+        run: the compiled code.
+        forms: returns the forms of its values.
+    """
+
+    def __init__(
+        self, run: Callable[..., tuple[Any, ...]], forms: Callable[[], BlockForms]
+    ) -> None:
+        self.run = run
+        self._make_forms = forms
+
+        self._inputs: Shown | None = None
+
+    @cached_property
+    def forms(self) -> BlockForms:
+        # On demand, for most blocks have no hooks.
+        return self._make_forms()
+
+    def inputs(self, values: Sequence[Any]) -> Shown:
+        """``values`` as hooks see them, each hook the same tensors."""
+        # Between the hooks of users FSDP's may cast them. (For hooks of the backward torch makes
+        # other tensors of them with the same numbers.)
+        if self._inputs is None or _dtypes(self._inputs.values) != _dtypes(values):
+            self._inputs = self.forms.inputs(values)
+        return self._inputs
+
+    def take(self, inputs: Shown) -> tuple[Any, ...]:
+        """Return the values that the block is called with after a hook."""
+        self._inputs = inputs
+        return inputs.values
+
+
+def _dtypes(values: Sequence[Any]) -> list[torch.dtype | None]:
+    return [getattr(value, "dtype", None) for value in values]
+
+
+def _invocation(args: Sequence[Any]) -> Invocation | None:
+    """The call, if ``args`` are those of a block: the whole model has arguments of its own."""
+    return args[0] if args and isinstance(args[0], Invocation) else None
+
+
+def forward_pre_hook(hook: Hook) -> Hook:
+    """Return ``hook`` for a block, which may be registered with or without keyword arguments."""
+
+    def on_block(module: nn.Module, args: tuple[Any, ...], *kwargs: Any) -> Any:
+        invocation = _invocation(args)
+        if invocation is None:
+            return hook(module, args, *kwargs)
+        shown = invocation.inputs(args[1:])
+        result = hook(module, shown.full, *kwargs)
+        if kwargs and result is not None:
+            result, *kwargs = result
+        args = (invocation, *invocation.take(shown.after(_as_tuple(result))))
+        return (args, *kwargs) if kwargs else args
+
+    return on_block
+
+
+def forward_hook(hook: Hook) -> Hook:
+    """Return ``hook`` for a block, which may be registered with or without keyword arguments."""
+
+    def on_block(module: nn.Module, args: tuple[Any, ...], *others: Any) -> Any:
+        invocation = _invocation(args)
+        if invocation is None:
+            return hook(module, args, *others)
+        *kwargs, output = others
+        inputs = invocation.inputs(args[1:])
+        if isinstance(output, tuple):
+            outputs = invocation.forms.outputs(output)
+            result = hook(module, inputs.full, *kwargs, outputs.full)
+        else:
+            outputs = invocation.forms.outputs((output,))
+            result = hook(module, inputs.full, *kwargs, outputs.full[0])
+            result = None if result is None else (result,)
+        inputs.require_unchanged()
+        values = outputs.after(result).values
+        return values if isinstance(output, tuple) else values[0]
+
+    return on_block
+
+
+def backward_hook(hook: Hook, forms: BlockForms) -> Hook:
+    """Return ``hook`` for the backward of one call of a block."""
+
+    def on_block(module: nn.Module, grad_input: Sequence[Any], grad_output: Sequence[Any]) -> Any:
+        outputs = forms.outputs(grad_output, are_gradients=True)
+        if not grad_input:  # no input needs a gradient
+            return hook(module, grad_input, outputs.full)
+        # The invocation comes first, and has none.
+        inputs = forms.inputs(grad_input[1:], are_gradients=True)
+        result = hook(module, inputs.full, outputs.full)
+        return None if result is None else (None, *inputs.after(_as_tuple(result)).values)
+
+    return on_block
+
+
+def backward_pre_hook(hook: Hook, forms: BlockForms) -> Hook:
+    """Return ``hook`` for the backward of one call of a block."""
+
+    def on_block(module: nn.Module, grad_output: Sequence[Any]) -> Any:
+        outputs = forms.outputs(grad_output, are_gradients=True)
+        result = hook(module, outputs.full)
+        return None if result is None else outputs.after(_as_tuple(result)).values
+
+    return on_block
+
+
+def _as_tuple(result: Any) -> Any:
+    return result if result is None or isinstance(result, tuple) else (result,)

@@ -1,0 +1,259 @@
+"""The values of a block as hooks see them: full on every rank, as on one device.
+
+A block computes with parts of its values: rows of tokens, say, flattened and without their true
+shape. What a hook gets is gathered for it, and what it returns, or changes in place, becomes each
+rank's part again. Both are differentiable, by the conversions of :mod:`sp_compiler.ops.convert`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sp_compiler.base.errors import UnsupportedError
+from sp_compiler.base.placement import I, Placement
+from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.ir.symbolic import evaluate
+from sp_compiler.ops.communicator import Communicator
+from sp_compiler.ops.convert import convert
+
+
+class _Gathered(torch.autograd.Function):
+    """The full value on every rank, with the same gradient on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, tp: Communicator, placement: Placement) -> Tensor:
+        ctx.tp, ctx.placement = tp, placement
+        # A copy of what is full already, for a hook may change it in place.
+        return part.clone() if placement.is_replicated else convert(tp, part, str(placement), "I")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _Part.apply(grad, ctx.tp, ctx.placement.dual), None, None
+
+
+class _Part(torch.autograd.Function):
+    """This rank's part of a full value that is the same on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, full: Tensor, tp: Communicator, placement: Placement) -> Tensor:
+        ctx.tp, ctx.placement = tp, placement
+        if placement.kind == "P":  # parts whose sum is the value
+            return full.clone() if tp.rank == 0 else torch.zeros_like(full)
+        return full.clone() if placement.is_replicated else convert(tp, full, "I", str(placement))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _Gathered.apply(grad, ctx.tp, ctx.placement.dual), None, None
+
+
+@dataclass(frozen=True)
+class _Form:
+    """Placement of a value, and the shape of the full one."""
+
+    placement: Placement
+    shape: tuple[int, ...]
+
+    def gathered(self, tp: Communicator, part: Tensor) -> Tensor:
+        """Return the full value; ``part`` itself if it is that."""
+        if self.placement == I:
+            return part
+        full: Tensor = _Gathered.apply(part, tp, self.placement)
+        # Rows of tokens have one dim for several of the value's, and may end with padding.
+        num_rows = math.prod(self.shape[: len(self.shape) - full.dim() + 1])
+        return full if full.shape == self.shape else full[:num_rows].reshape(self.shape)
+
+    def part_of(self, tp: Communicator, full: Tensor, like: Tensor, *, is_gradient: bool) -> Tensor:
+        """Return this rank's part of ``full``, in the shape of ``like``."""
+        if self.placement == I:
+            return full
+        num_row_dims = len(self.shape) - like.dim() + 1
+        is_sharded = self.placement.is_sharded
+        if is_sharded and self.placement.global_shape(like.shape, tp.world_size) != self.shape:
+            full = full.reshape(-1, *self.shape[num_row_dims:])
+            missing = like.shape[0] * tp.world_size - full.shape[0]
+            # Copies of the last row, as where the compiled code pads rows: they lead to no NaN.
+            last = full[-1:].detach()
+            padding = torch.zeros_like(last) if is_gradient else last
+            full = torch.cat([full, padding.expand(missing, *last.shape[1:])])
+        part: Tensor = _Part.apply(full, tp, self.placement)
+        return part
+
+    @property
+    def of_gradient(self) -> _Form:
+        return _Form(self.placement.dual, self.shape)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Values of a block, and what a hook sees of them.
+
+    Attributes:
+        tp: this rank.
+        path: of the block.
+        values: this rank's parts.
+        forms: how they are held; ``None`` for what is no tensor.
+        positions: of the values that hooks see, in their order.
+        full: these values in full.
+        are_gradients: whether they are the gradients of the block's values.
+        versions: numbers of changes in place of ``full`` before a hook saw it.
+    """
+
+    tp: Communicator
+    path: str
+    values: tuple[Any, ...]
+    forms: Sequence[_Form | None]
+    positions: Sequence[int]
+    full: tuple[Any, ...]
+    are_gradients: bool
+    versions: tuple[int | None, ...]
+
+    def through(self) -> Shown:
+        """The values as parts of the full ones, which take part in the backward then: hooks of
+        tensors, and ``retain_grad``, see full gradients too."""
+        return self.after(self.full)
+
+    def after(self, result: Any) -> Shown:
+        """The values with what a hook returned, ``None`` for nothing, or changed in place.
+
+        Raises:
+            UnsupportedError: it returned something else than tensors of the shapes that it saw.
+        """
+        given = self.full if result is None else result
+        if not isinstance(given, (tuple, list)) or len(given) != len(self.full):
+            num = len(given) if isinstance(given, (tuple, list)) else 1
+            raise self._refusal(f"{num} values instead of {len(self.full)}")
+        values = list(self.values)
+        for index, (position, new) in enumerate(zip(self.positions, given, strict=True)):
+            values[position] = self._part(position, new, index)
+        return replace(
+            self, values=tuple(values), full=tuple(given), versions=tuple(map(_num_changes, given))
+        )
+
+    def _part(self, position: int, new: Any, index: int) -> Any:
+        value, form, seen = self.values[position], self.forms[position], self.full[index]
+        # Torch itself compares gradients.
+        if isinstance(seen, Tensor) and not self.are_gradients and _text(new) != _text(seen):
+            raise self._refusal(f"{_text(new)} instead of {_text(seen)}")
+        if form is None or new is None or seen is value:
+            return new
+        version = self.versions[index]
+        if new is seen and not seen.requires_grad and _num_changes(seen) == version is not None:
+            return value
+        return form.part_of(self.tp, new, value, is_gradient=self.are_gradients)
+
+    def require_unchanged(self) -> None:
+        """Raise an error if a hook changed in place what it could only look at."""
+        pairs = zip(self.positions, self.full, self.versions, strict=True)
+        if any(
+            seen is not self.values[position] and _num_changes(seen) != version
+            for position, seen, version in pairs
+        ):
+            raise UnsupportedError(
+                f"a forward hook on {self.path!r} changed an input of the block in place, after "
+                "the block has read it: return another output, or change inputs in a forward "
+                "pre-hook"
+            )
+
+    def _refusal(self, what: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"a hook on {self.path!r} returned {what}: the compiled code around the block takes "
+            "values like those that the hook saw"
+        )
+
+
+def _num_changes(value: Any) -> int | None:
+    """The number of changes in place of a tensor; ``None`` where nobody counts them."""
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else None
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+
+
+@dataclass(frozen=True)
+class BlockForms:
+    """How a rank holds the values of one call of a block.
+
+    Attributes:
+        tp: this rank.
+        path: of the block.
+        given: of each value that it computes from, without parameters and sizes.
+        seen: positions of those that hooks see: results of other layers, then the model's inputs.
+        made: of each value that it returns.
+    """
+
+    tp: Communicator
+    path: str
+    given: Sequence[_Form | None]
+    seen: Sequence[int]
+    made: Sequence[_Form | None]
+
+    @classmethod
+    def of(
+        cls, tp: Communicator, compiled: CompiledProgram, index: int, leaves: Sequence[Any]
+    ) -> BlockForms:
+        """The values of call ``index`` of ``compiled`` for the flattened inputs ``leaves``."""
+        call, sizes = compiled.program.calls[index], compiled.program.sizes
+        open_dims = () if sizes is None else sizes.open
+        binding = {each.symbol: int(leaves[each.leaf].shape[each.dim]) for each in open_dims}
+
+        def forms(
+            placements: Sequence[Placement], shapes: Sequence[tuple[int, ...] | None]
+        ) -> list[_Form | None]:
+            return [
+                None if shape is None else _Form(placement, tuple(evaluate(shape, binding)))
+                for placement, shape in zip(placements, shapes, strict=True)
+            ]
+
+        region = call.region
+        given = forms(region.input_placements, region.input_shapes)
+        values = [
+            (kind, form)
+            for kind, form in zip(region.input_kinds, given, strict=True)
+            if kind not in ("param", "size")
+        ]
+        seen = [
+            i
+            for wanted in ("call", "input")
+            for i, (kind, _) in enumerate(values)
+            if kind == wanted
+        ]
+        made = forms(region.output_placements, region.output_shapes)
+        return cls(tp, call.path, [form for _, form in values], seen, made)
+
+    def inputs(self, values: Sequence[Any], *, are_gradients: bool = False) -> Shown:
+        """What the block computes from."""
+        return self._shown(values, self.given, self.seen, are_gradients)
+
+    def outputs(self, values: Sequence[Any], *, are_gradients: bool = False) -> Shown:
+        """What the block returns."""
+        return self._shown(values, self.made, range(len(values)), are_gradients)
+
+    def _shown(
+        self,
+        values: Sequence[Any],
+        forms: Sequence[_Form | None],
+        positions: Sequence[int],
+        are_gradients: bool,
+    ) -> Shown:
+        if self.tp.world_size == 1:
+            forms = [None] * len(values)
+        elif are_gradients:
+            forms = [None if form is None else form.of_gradient for form in forms]
+        pairs = [(values[position], forms[position]) for position in positions]
+        full = tuple(
+            form.gathered(self.tp, value) if form is not None and value is not None else value
+            for value, form in pairs
+        )
+        versions = tuple(map(_num_changes, full))
+        return Shown(
+            self.tp, self.path, tuple(values), forms, positions, full, are_gradients, versions
+        )

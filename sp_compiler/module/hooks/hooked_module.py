@@ -1,0 +1,144 @@
+"""Modules that run hooks if they are the whole model or a block of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from sp_compiler.base.errors import UnsupportedError
+from sp_compiler.module.hooks.block_hooks import (
+    Invocation,
+    backward_hook,
+    backward_pre_hook,
+    forward_hook,
+    forward_pre_hook,
+)
+
+_OF_FORWARD = ("_forward_hooks", "_forward_pre_hooks")
+KINDS = (*_OF_FORWARD, "_backward_hooks", "_backward_pre_hooks")
+"""Where ``nn.Module`` has its hooks."""
+
+
+class HookedModule(nn.Module):
+    """The hooks of a :class:`~sp_compiler.module.module_tree.MirrorModule`."""
+
+    # Set by it.
+    _sp_layout: Any
+    _sp_path: str
+
+    # Hooks run on the whole model and on blocks; anywhere else they would be silently dead. On
+    # blocks those of users see full values; FSDP's look at none, and would wait for gathers.
+
+    def register_forward_hook(self, hook: Any, *args: Any, **kwargs: Any) -> Any:
+        self._require_runnable("forward hook")
+        if not _is_of_fsdp(hook):
+            hook = forward_hook(hook)
+            self._note_hooks()
+        return super().register_forward_hook(hook, *args, **kwargs)
+
+    def register_forward_pre_hook(self, hook: Any, *args: Any, **kwargs: Any) -> Any:
+        self._require_runnable("forward pre-hook")
+        self._sp_layout.num_hooks += 1
+        if _is_of_fsdp(hook):
+            _refuse_lone_fully_shard(self._sp_layout.group.mesh)
+        else:
+            hook = forward_pre_hook(hook)
+            self._note_hooks()
+        return super().register_forward_pre_hook(hook, *args, **kwargs)
+
+    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        self._require_runnable("backward hook")
+        self._note_hooks()
+        return super().register_full_backward_hook(*args, **kwargs)
+
+    def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        self._require_runnable("backward pre-hook")
+        self._note_hooks()
+        return super().register_full_backward_pre_hook(*args, **kwargs)
+
+    def register_backward_hook(self, hook: Any) -> Any:
+        """The older kind, whose gradients are those of some operator inside; of a block, an error.
+
+        Raises:
+            UnsupportedError: on a part of the model.
+        """
+        if self._sp_path:
+            raise UnsupportedError(
+                f"register_backward_hook on {self._sp_path!r}: what it would be given depends on "
+                "the last operator of compiled code; use register_full_backward_hook"
+            )
+        return super().register_backward_hook(hook)
+
+    def _note_hooks(self) -> None:
+        if self._sp_path:
+            self._sp_layout.hooked[self._sp_path] = self
+
+    def call_block(self, invocation: Invocation, values: Sequence[Any]) -> tuple[Any, ...]:
+        """Run one call of this block, with its hooks."""
+        is_hooked = self._sp_path in self._sp_layout.hooked
+        if is_hooked and any(getattr(self, kind) for kind in _OF_FORWARD):
+            values = invocation.take(invocation.inputs(values).through())
+        self.__dict__["_sp_invocation"] = invocation  # for hooks of its backward, below
+        try:
+            outputs = self(invocation, *values)
+        finally:
+            # Kept, it would keep the values of the whole forward.
+            del self.__dict__["_sp_invocation"]
+        return outputs if isinstance(outputs, tuple) else (outputs,)
+
+    # What nn.Module hands to the backward of a call: there is no argument that tells which.
+
+    def _get_backward_hooks(self) -> Any:
+        hooks, older = super()._get_backward_hooks()
+        return self._on_block(backward_hook, hooks), older
+
+    def _get_backward_pre_hooks(self) -> Any:
+        return self._on_block(backward_pre_hook, super()._get_backward_pre_hooks())
+
+    def _on_block(self, wrapped: Any, hooks: Sequence[Any]) -> list[Any]:
+        invocation: Invocation | None = self.__dict__.get("_sp_invocation")
+        return list(hooks) if invocation is None else [wrapped(h, invocation.forms) for h in hooks]
+
+    def require_runnable_hooks(self, *, on_root: bool = False) -> None:
+        """Raise an error if this module has a hook that would never run.
+
+        Args:
+            on_root: whether to check the root module too; not after FSDP has registered hooks
+                there.
+        """
+        if (self._sp_path or on_root) and any(getattr(self, kind) for kind in KINDS):
+            self._require_runnable("hook")
+
+    def _require_runnable(self, what: str) -> None:
+        blocks = self._sp_layout.blocks
+        if not self._sp_path and not self._sp_layout.calls_root:
+            raise UnsupportedError(
+                f"a {what} on the whole model cannot run: a pipeline calls its stages and never "
+                "the model; register it on a layer, or do what it does around step()"
+            )
+        # Before compilation nobody knows the blocks; require_runnable_hooks looks again after it.
+        if blocks is None or not self._sp_path or self._sp_path in blocks:
+            return
+        raise UnsupportedError(
+            f"a {what} on module {self._sp_path!r} cannot run: it is inside compiled code. Hooks "
+            f"run on the whole model and on its blocks: {', '.join(sorted(blocks)[:4]) or 'none'}"
+        )
+
+
+def _is_of_fsdp(hook: Any) -> bool:
+    return type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp.")
+
+
+def _refuse_lone_fully_shard(mesh: DeviceMesh | None) -> None:
+    """Raise an error for FSDP2 where "tp" is no axis of a larger mesh, which it needs."""
+    # Its hook is all that fully_shard shows of itself before it fails at the first parameter.
+    if mesh is not None and mesh._get_root_mesh().ndim == 1:
+        raise UnsupportedError(
+            f"fully_shard on a module that {mesh.size()} ranks compute together, whose mesh has no "
+            "axis for data: pass compile a mesh with the axes dp_shard and tp, which applies "
+            "fully_shard over dp_shard; or compile(..., mesh=mesh, fsdp=False) and "
+            'fully_shard(module, mesh=mesh["dp_shard"]), a slice of the same mesh'
+        )

@@ -116,7 +116,10 @@ def test_kernels_of_inductor_have_no_text_to_edit() -> None:
     [
         (("", ""), ""),
         (("tp.reduce_scatter(", "2 * tp.reduce_scatter("), "computes something else"),
-        (("tp.shard(", "tp.unknown("), r"fails: AttributeError: .*unknown.*, line \d+: .*unknown\("),
+        (
+            ("tp.shard(", "tp.unknown("),
+            r"fails: AttributeError: .*unknown.*, line \d+: .*unknown\(",
+        ),
     ],
 )
 def test_collectives_of_two_ranks(

@@ -22,16 +22,13 @@ def parse_bytes(name: str, size: object) -> int:
         ArgumentError: anything else, or less than one byte.
     """
     num_bytes: object = size
+    advice = ""
     if isinstance(size, str) and (match := _TEXT.fullmatch(size.strip())):
         number, unit = match.groups()
         num_bytes = int(float(number) * 1024 ** UNITS.index(unit)) if unit in UNITS else None
+        advice = _unit_advice(number, unit)
     # A bool is an int to Python: ``memory_budget=True`` would be one byte.
     if isinstance(num_bytes, bool) or not isinstance(num_bytes, int) or num_bytes < 1:
-        # "80GB" means 80 GiB to some and 74.5 GiB to others, and the difference is out of memory.
-        decimal = re.search(r"([KMGT])B\b", size) if isinstance(size, str) else None
-        advice = (
-            f" (1 {decimal[1]}iB is 1024-based; {decimal[0]} could mean either)" if decimal else ""
-        )
         # Text of digits alone may be meant in any unit.
         form = "with a unit" if isinstance(size, str) else "of bytes as an int, or text"
         raise ArgumentError(
@@ -39,6 +36,18 @@ def parse_bytes(name: str, size: object) -> int:
             f'"12GiB" or "1.5 TiB" with one of {", ".join(UNITS)}{advice}'
         )
     return num_bytes
+
+
+def _unit_advice(number: str, unit: str) -> str:
+    """Return what a unit that is none of ours may have meant."""
+    # Not accepted: to those who count bits, "Gib" is an eighth of a GiB.
+    meant = [each for each in UNITS if each.lower() == unit.lower() and each != unit]
+    if meant:
+        return f'; did you mean "{number}{meant[0]}"?'
+    # "80GB" means 80 GiB to some and 74.5 GiB to others, and the difference is out of memory.
+    is_decimal = re.fullmatch("[KMGT]B?", unit, re.IGNORECASE)
+    prefix = unit[0].upper()
+    return f" (1 {prefix}iB is 1024-based; {unit} could mean either)" if is_decimal else ""
 
 
 def bytes_text(num_bytes: float) -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import itertools
 import linecache
+import traceback
 import weakref
 from typing import Any
 
 _numbers = itertools.count()
+_FILE = "<sp_compiler "
 
 
 class Namespace(dict[str, Any]):
@@ -24,10 +26,18 @@ def load(source: str) -> Namespace:
     """Execute generated text and return its names; tracebacks show its lines."""
     digest = hashlib.sha256(source.encode()).hexdigest()[:12]
     # Equal texts have entries of their own, for one may live longer than another.
-    filename = f"<sp_compiler {digest} {next(_numbers)}>"
+    filename = f"{_FILE}{digest} {next(_numbers)}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     namespace = Namespace(__name__=f"sp_compiler.generated_{digest}")
     # Not at exit: linecache may be gone by then.
     weakref.finalize(namespace, linecache.cache.pop, filename, None).atexit = False
     exec(compile(source, filename, "exec"), namespace)
     return namespace
+
+
+def line_of(error: BaseException) -> str:
+    """Return ``", line 12: y = torch.mm(x)"``, the innermost line of generated text that ``error``
+    came through; "" if it came through none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame for frame in frames if frame.filename.startswith(_FILE)]
+    return f", line {lines[-1].lineno}: {lines[-1].line}" if lines else ""

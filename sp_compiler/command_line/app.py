@@ -19,7 +19,8 @@ from sp_compiler.command_line.bench import bench as measure_steps
 from sp_compiler.command_line.bench import joined_ranks
 from sp_compiler.command_line.doctor import examine, version_option
 from sp_compiler.command_line.memory import memory_text
-from sp_compiler.command_line.models import Loaded, Note, presets
+from sp_compiler.command_line.messages import Note, UsageError
+from sp_compiler.command_line.models import Loaded, presets
 from sp_compiler.command_line.request import (
     FAILED,
     Refused,
@@ -132,7 +133,7 @@ def plan(
 ) -> None:
     # What can be typed wrong is refused before the minutes that a large model takes.
     if mesh is not None and (pp is not None or request.tp is not None):
-        raise ArgumentError(f"--mesh {mesh} has the sizes of --tp and --pp: leave these out")
+        raise UsageError(f"--mesh {mesh} has the sizes of --tp and --pp: leave these out")
     limit = None if fits is None else parse_bytes("--fits", fits)
     check_writable("--html", html)
     loaded = request.load()
@@ -174,7 +175,7 @@ def _refuse(reason: str, **options: object) -> None:
     effect."""
     for name, value in options.items():
         if value is not None:
-            raise ArgumentError(f"--{name.replace('_', '-')} {reason}")
+            raise UsageError(f"--{name.replace('_', '-')} {reason}")
 
 
 def _plan_data(result: Plan | GridPlan) -> dict[str, Any]:
@@ -197,10 +198,10 @@ def suggest(
     top: Annotated[int, typer.Option(min=1, help="Number of plans.")] = 5,
 ) -> None:
     if request.tp is not None:
-        raise ArgumentError("--tp: suggest finds it; leave it out")
+        raise UsageError("--tp: suggest finds it; leave it out")
     parse_bytes("--memory", memory)
     loaded = request.load()
-    with progress("searching"):
+    with progress(f"searching the grids of {gpus} devices"):
         suggestions = find_grids(
             loaded.model,
             loaded.example_inputs,
@@ -234,12 +235,12 @@ def diff(  # noqa: PLR0913 - one for each argument of the command line
     exit_code: Annotated[bool, typer.Option("--exit-code", help="1 if they differ.")] = False,
 ) -> None:
     if extra is not None:
-        raise ArgumentError(
+        raise UsageError(
             f"a second model comes after --other: sp-compiler diff {request.model} --other {extra}"
         )
     check_writable("--html", html)
     if unified and request.json:
-        raise ArgumentError("--unified and --json are two forms of one output: give one of them")
+        raise UsageError("--unified and --json are two forms of one output: give one of them")
     if other is not None:
         # Two models are compared as they are: neither is compiled.
         reason = "is of one model's compilation: leave it out with --other"
@@ -298,7 +299,7 @@ def code(
 ) -> None:
     check_writable("--output", output)
     if output is not None and request.json:
-        raise ArgumentError("--json is for what is printed, and --output writes Python: give one")
+        raise UsageError("--json is for what is printed, and --output writes Python: give one")
     loaded = request.load()
     with progress("compiling"):
         text = _compiled(request, loaded).code

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import importlib
 import inspect
-import json
 import math
 import sys
 import tomllib
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import files
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sp_compiler.base.errors import ArgumentError, UnsupportedError, did_you_mean, expected_one_of
 from sp_compiler.base.units import bytes_text
+from sp_compiler.command_line.config_file import module_of, read_config
+from sp_compiler.command_line.messages import UsageError
 from sp_compiler.trace.arguments import ExampleInputs, checked_inputs
 
 BATCH, SEQUENCE = 1, 1024
@@ -51,10 +50,6 @@ class Loaded:
         texts = [f"{name} {_input_text(value)}" for name, value in named]
         dtypes = dict.fromkeys(map(_dtype_name, self.model.parameters()))
         return f"inputs: {', '.join(texts)}; {', '.join(dtypes) or 'no parameters'}"
-
-
-class Note(UserWarning):
-    """What a command says on stderr beside its result."""
 
 
 def _input_text(value: object) -> str:
@@ -95,15 +90,17 @@ def load(
         device: "meta" to build it without memory.
 
     Raises:
-        ArgumentError: none or both are given, the name does not exist, sizes are given although the
+        UsageError: none or both are given, or ``source`` is no such text.
+        ArgumentError: the name does not exist, sizes are given although the
             callable returns inputs, or a configuration's model does not fit in memory in float64.
         UnsupportedError: transformers is needed and not installed.
     """
-    # Both at once could mean either, and a long run of the wrong model is worse than an error.
-    if (source is None) == (preset is None):
-        raise ArgumentError(
+    # Either could be meant, and a long run of the wrong model is worse than an error.
+    if source is not None and preset is not None:
+        raise UsageError(f"{source} and --preset {preset} are both models: give one of them")
+    if source is None and preset is None:
+        raise UsageError(
             "expected a model: package.module:callable, a config.json, or --preset NAME"
-            + (", and only one of them" if source else "")
         )
     to_dtype = _dtype(dtype)
     if preset is not None:
@@ -113,7 +110,7 @@ def load(
     if ":" in source and not Path(source).exists():
         made = _called(source, device)
     else:
-        made = _configured(_read_config(Path(source)), device)
+        made = _configured(read_config(Path(source)), device)
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     for option, size in (("--batch", batch), ("--sequence", sequence)):
         if inputs is not None and size is not None:
@@ -161,10 +158,10 @@ def _preset(
 def _called(source: str, device: str) -> Any:
     module_name, _, name = source.partition(":")
     if module_name.endswith(".py"):
-        module_name = _module_of(Path(module_name))
+        module_name = module_of(Path(module_name))
         raise ArgumentError(f"{source!r} is a file: write {module_name}:{name}")
     if not all(part.isidentifier() for part in module_name.split(".")):
-        raise ArgumentError(
+        raise UsageError(
             f"{module_name!r} is no name of a module: expected package.module:callable, found from "
             f"{Path.cwd()} and the installed packages"
         )
@@ -182,7 +179,7 @@ def _called(source: str, device: str) -> Any:
         # A package that the user's module lacks is the user's own message to read.
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
-        raise ArgumentError(
+        raise UsageError(
             f"no module {error.name!r}: {source!r} is read as package.module:callable, from "
             f"{Path.cwd()} and the installed packages"
         ) from error
@@ -225,98 +222,6 @@ def _needed(function: Callable[..., Any]) -> list[str]:
         given = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         return [p.name for p in parameters if p.default is p.empty and p.kind not in given]
     return []
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    # The likely slips of somebody who knows other tools, which take a script or a module.
-    if (python := _python_file(path)) is not None:
-        # A module is imported from the current folder.
-        folder = "" if python.resolve().is_relative_to(Path.cwd()) else f", in {python.parent}"
-        raise ArgumentError(
-            f"{path} is Python: expected {_module_of(python)}:callable{folder}, a function without "
-            f"arguments or a class{_callables_text(python)}"
-        )
-    path = path / "config.json" if path.is_dir() else path
-    if not path.exists():
-        raise ArgumentError(
-            f"no file {path}: expected package.module:callable, a HuggingFace config.json or a "
-            "folder that has one, or --preset NAME"
-        )
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ArgumentError(f"{path} is no JSON: {error}") from error
-    names = config.get("architectures") if isinstance(config, dict) else None
-    if isinstance(config, dict) and names is None and (name := _causal_model(config)):
-        warnings.warn(Note(f'{path} has no "architectures": building {name}'), stacklevel=1)
-        return {**config, "architectures": [name]}
-    if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
-        raise ArgumentError(
-            f'{path} has no "architectures", a list with the class of transformers to build, such '
-            'as ["LlamaForCausalLM"]'
-        )
-    assert isinstance(config, dict)
-    return config
-
-
-def _python_file(source: Path) -> Path | None:
-    """Return the Python file that is meant by its path or by the name of its module, if any."""
-    if (source / "config.json").exists():
-        return None
-    # From the current folder alone: an installed package of that name is hardly a model.
-    module = source if source.is_dir() else Path(*str(source).split("."))
-    files = (source, module / "__init__.py", Path(f"{module}.py"))
-    return next((file for file in files if file.suffix == ".py" and file.is_file()), None)
-
-
-def _module_of(file: Path) -> str:
-    """Return the name by which a file is imported from the current folder, or else from its own."""
-    parts = [file.stem]
-    with contextlib.suppress(ValueError):
-        parts = [*file.resolve().relative_to(Path.cwd()).with_suffix("").parts]
-    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
-
-
-def _callables_text(file: Path) -> str:
-    """Return what a Python file has of callables without arguments, for an error message."""
-    # Read, not imported: a script would run.
-    try:
-        statements = ast.parse(file.read_text(encoding="utf-8")).body
-    except (SyntaxError, ValueError):
-        return ""
-    names = [each.name for each in statements if _may_make_a_model(each)]
-    found = " or ".join(f"{_module_of(file)}:{name}" for name in names[:5])
-    return found and f", such as {found}"
-
-
-def _may_make_a_model(statement: ast.stmt) -> TypeGuard[ast.FunctionDef | ast.ClassDef]:
-    """Return whether it defines a public function, or a class with a forward, that needs no
-    arguments."""
-    if isinstance(statement, ast.FunctionDef):
-        return statement.name[0] != "_" and not _needs_arguments(statement, given=0)
-    if not isinstance(statement, ast.ClassDef):
-        return False
-    methods = {each.name: each for each in statement.body if isinstance(each, ast.FunctionDef)}
-    own = methods.get("__init__")
-    return "forward" in methods and (own is None or not _needs_arguments(own, given=1))
-
-
-def _needs_arguments(function: ast.FunctionDef, *, given: int) -> bool:
-    arguments = function.args
-    positional = len(arguments.posonlyargs) + len(arguments.args) - len(arguments.defaults)
-    return positional > given or None in arguments.kw_defaults
-
-
-def _causal_model(config: Mapping[str, Any]) -> str | None:
-    """The class that ``AutoModelForCausalLM`` builds of ``config``, which a configuration that was
-    saved without a model does not name."""
-    with contextlib.suppress(ImportError):
-        from transformers.models.auto import modeling_auto
-
-        names = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-        name: str | None = names.get(config.get("model_type"))
-        return name
-    return None
 
 
 def _configured(config: dict[str, Any], device: str) -> nn.Module:

@@ -28,7 +28,8 @@ from rich.markup import escape
 from sp_compiler.api import compile as compile_model
 from sp_compiler.base.errors import ArgumentError, CaptureError, SPCompilerError, expected_one_of
 from sp_compiler.base.log import VARIABLE as LOG_VARIABLE
-from sp_compiler.command_line.models import SEQUENCE, Loaded, Note, load, presets
+from sp_compiler.command_line.messages import Note, UsageError
+from sp_compiler.command_line.models import SEQUENCE, Loaded, load, presets
 from sp_compiler.options import Options
 from sp_compiler.trace.environment import ADVICE
 
@@ -103,7 +104,8 @@ class Request:
         """Build the model on ``device``."""
         # What can be typed wrong is refused before the minutes that a large model takes.
         _ = self.options
-        with progress("building the model"):
+        # Without memory to fill it takes seconds, of which a log says nothing.
+        with progress("building the model", is_long=device != "meta"):
             return load(
                 self.model,
                 self.preset,
@@ -154,7 +156,7 @@ def _value(text: str) -> Any:
 def command(function: Callable[..., None]) -> Callable[..., None]:
     """Make a command from ``function(request, *, own options)``, so that typer sees all options.
 
-    Errors are one line and a hint, and end with :data:`BROKEN`.
+    Errors are one line, or two with a hint, and end with :data:`BROKEN`.
     """
     # Typer reads one flat signature, and seven commands would repeat these options.
     hints = get_type_hints(Request, include_extras=True)
@@ -210,7 +212,8 @@ def failures(name: str, *, traceback: bool) -> Iterator[None]:
         shown = " ".join(line.strip() for line in lines[:num_shown]) + _place(error)
         is_cut = len(lines) > 1 and not traceback
         errors.print(f"[bold red]error:[/] {escape(kind + shown)}")
-        errors.print(f"[bold]hint:[/] {escape(_hint(name, error, is_cut))}")
+        if hint := _hint(name, error, is_cut):
+            errors.print(f"[bold]hint:[/] {escape(hint)}")
         for note in getattr(error, "__notes__", ()):
             errors.print(f"[bold]note:[/] {escape(note)}")
         raise typer.Exit(USAGE if isinstance(error, ArgumentError) else BROKEN) from error
@@ -247,8 +250,11 @@ def _place(error: Exception) -> str:
 
 
 def _hint(name: str, error: Exception, is_cut: bool) -> str:
-    if isinstance(error, ArgumentError):
+    """Say where there is more to read; "" if the error itself says what to do."""
+    if isinstance(error, UsageError):
         return f"sp-compiler {name} --help has the arguments and examples"
+    if isinstance(error, ArgumentError):
+        return ""
     # The commands build on the meta device, which the user did not ask for.
     if isinstance(error, CaptureError) and "on the meta device" in str(error):
         return "make these inputs with device='cpu'; --traceback shows the rest"
@@ -278,13 +284,19 @@ def check_writable(option: str, path: Path | None) -> None:
 
 
 @contextlib.contextmanager
-def progress(text: str) -> Iterator[None]:
-    """Context that shows a long-running step on a terminal; what it prints goes to stderr."""
-    # The process's own, for what a command runs cannot write there. A spinner in the log of a job
-    # would be a thousand lines.
-    terminal = Console(file=sys.__stderr__)
-    shown = terminal.is_terminal and not os.environ.get("CI")
-    with terminal.status(f"{text} ...") if shown else contextlib.nullcontext(), _to_stderr():
+def progress(text: str, *, is_long: bool = True) -> Iterator[None]:
+    """Context that says on stderr which step begins; what the step prints goes there too.
+
+    Args:
+        is_long: whether to say it where there is no terminal as well.
+    """
+    # The process's own, for what a command runs cannot write there.
+    terminal = Console(file=sys.__stderr__, highlight=False, soft_wrap=True)
+    is_spinning = terminal.is_terminal and not os.environ.get("CI")
+    # A spinner in the log of a job would be a thousand lines; of several ranks one speaks.
+    if is_long and not is_spinning and os.environ.get("RANK", "0") == "0":
+        terminal.print(f"{text} ...", markup=False)
+    with terminal.status(f"{text} ...") if is_spinning else contextlib.nullcontext(), _to_stderr():
         yield
 
 

@@ -282,7 +282,8 @@ class Alignment:
             self._match_sequence(old, new, render_target)
 
     def _match_replacements(self) -> None:
-        """Match remaining nodes with the same operands and users: the operator was replaced."""
+        """Match remaining nodes with the same operands and users, or with the same operands and
+        alone in their module: the operator was replaced."""
         position = {node: index for index, node in enumerate(self.after)}
         for old in self._open_before():
             # Only an operand of its users' counterparts can have the same users.
@@ -291,9 +292,24 @@ class Alignment:
             for node in sorted(nearby, key=position.__getitem__):
                 is_open = self._is_inserted(node) and node.op not in _NAMED
                 has_users = users == {user for user in node.users if user in self.back}
-                if is_open and has_users and self._same_operands(old, node):
+                if is_open and has_users and self._same_shared_operands(old, node):
                     self._match(old, node)
                     break
+        # Where a norm and the activation behind it were both replaced, neither has a matched user.
+        new_groups = _groups(self._open_after(), module_path)
+        for path, group in _groups(self._open_before(), module_path).items():
+            both = [*group, *new_groups.get(path, [])]
+            # Conversions come and go with placements, beside the operators of a module.
+            is_pair = path and len(group) == 1 and len(both) == 2
+            if is_pair and not any(map(placements_of, both)) and self._same_shared_operands(*both):
+                self._match(*both)
+
+    def _same_shared_operands(self, old: Node, new: Node) -> bool:
+        """Compare the operands, without parameters and inputs that only one side has."""
+        # A LayerNorm has a bias where an RMSNorm had none: it is the new operator's own.
+        before = [n for n in self._operands(old) if n.op not in _NAMED or n in self.forth]
+        after = [n for n in self._operands(new) if n.op not in _NAMED or n in self.back]
+        return self.same_value(before, after)
 
 
 def _value_node(nodes: list[Node]) -> Node:

@@ -174,7 +174,7 @@ class Totals:
 
     Attributes:
         name: name of the side: a stage, or the type of the argument.
-        num_nodes: number of nodes, without inputs and outputs.
+        num_nodes: number of nodes, without inputs, parameters and outputs.
         collectives: one entry per kind.
         flops: FLOPs of matrix products (2 per multiply-add), on one rank in sharded graphs;
             ``None`` if the shape of a node is unknown.

@@ -115,15 +115,17 @@ def _section_lines(section: Section) -> Iterator[Line]:
 
 
 def _counts(entries: tuple[Entry, ...]) -> str:
-    """``2 inserted (2 collectives), 5 changed``."""
+    """``3 inserted (1 input, 2 collectives), 5 changed``."""
     parts = []
     for kind in SIGNS:
         group = [entry for entry in entries if entry.kind == kind]
-        num_collectives = sum(1 for entry in group if entry.collective)
+        # Totals do not count inputs: without this note, lists and totals would seem to disagree.
+        num_inputs = sum(entry.op.startswith("placeholder[") for entry in group)
+        counted = {"input": 0 if kind == "changed" else num_inputs}
+        counted["collective"] = sum(1 for entry in group if entry.collective)
+        notes = [f"{n} {what}{'' if n == 1 else 's'}" for what, n in counted.items() if n]
         if group:
-            plural = "" if num_collectives == 1 else "s"
-            note = f" ({num_collectives} collective{plural})" if num_collectives else ""
-            parts.append(f"{len(group)} {kind}{note}")
+            parts.append(f"{len(group)} {kind}" + (f" ({', '.join(notes)})" if notes else ""))
     return ", ".join(parts)
 
 

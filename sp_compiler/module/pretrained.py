@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -298,12 +299,7 @@ def _match(
         elif not entry.is_buffer or entry.tensor.is_meta:
             missing.append(entry.names[0])
     if missing:
-        raise ArgumentError(
-            f"{path} has no tensor for {len(missing)} parameters or buffers "
-            f"({', '.join(missing[:3])}...); it has {', '.join(available[:3])}...; for the weights "
-            "of a part of the model pass prefix='name of that part'; else rename them, or load a "
-            "state dict with module.load_state_dict(...)"
-        )
+        raise ArgumentError(_missing_text(missing, available, prefix, path))
     for stored, entry in matched:
         # Read from the file's header, without the tensor.
         if checkpoint.shape(stored) != tuple(entry.tensor.shape):
@@ -312,6 +308,45 @@ def _match(
                 f"{entry.names[0]!r} has {tuple(entry.tensor.shape)}"
             )
     return matched
+
+
+def _missing_text(
+    missing: Sequence[str], available: Sequence[str], prefix: str, path: str | Path
+) -> str:
+    """Say which names were looked for, which the files have, and how to bring them together."""
+    sought = [name.removeprefix(f"{prefix}.") for name in missing] if prefix else missing
+    looked_for = f", looked for as {', '.join(sought[:3])}..." if prefix else ""
+    advice = "rename the tensors, or load a state dict with module.load_state_dict(...)"
+    if (outer := _common_outer(available, sought, len(available))) is not None:
+        cut = f"{{name.removeprefix({f'{outer}.'!r}): value for name, value in state.items()}}"
+        advice = (
+            f"its names start with {f'{outer}.'!r}: with safetensors.torch, read them as "
+            f"state = load_file(path), write save_file({cut}, new_path), and load that"
+        )
+    elif (outer := _common_outer(missing, available, len(available))) is not None:
+        advice = f"these are the weights of a part of the model: pass prefix={outer!r}"
+    elif not prefix:
+        advice = (
+            f"for weights of a part of the model pass prefix='name of that part'; else {advice}"
+        )
+    return (
+        f"{path} has no tensor for {len(missing)} parameters or buffers "
+        f"({', '.join(missing[:3])}...){looked_for}; it has {', '.join(available[:3])}...; {advice}"
+    )
+
+
+def _common_outer(names: Sequence[str], inner: Sequence[str], num_files_names: int) -> str | None:
+    """Return what ``names`` have in front of those in ``inner``; ``None`` unless it is so for half
+    of the names in the files."""
+    known = set(inner)
+    found = Counter[str]()
+    for name in names:
+        steps = name.split(".")
+        splits = ((".".join(steps[:i]), ".".join(steps[i:])) for i in range(1, len(steps)))
+        # The longest rest: many modules end with a norm.weight.
+        found.update([outer for outer, rest in splits if rest in known][:1])
+    ((outer, count),) = found.most_common(1) or [("", 0)]
+    return outer if count and 2 * count >= num_files_names else None
 
 
 @torch.no_grad()

@@ -23,6 +23,8 @@ _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 _INVOKE = torch.ops.higher_order.invoke_subgraph
 # The steps of an expression such as ``L['self']._modules['layers']._modules['0'].weight``.
 _STEP = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]|([A-Za-z_]\w*|\d+)")
+# Its first one, where it is a module: ``L`` are the locals of the function that dynamo traces.
+_ROOT = re.compile(r"[LG]\['[^']+'\](?=\.|$)")
 _TABLES = ("_modules", "_parameters", "_buffers")
 
 
@@ -65,10 +67,11 @@ class DynamoGraph:
         # first call.
         sources = [_source(node) for node in nodes]
         kinds = tuple(map(_kind, nodes, example_inputs, sources))
-        names = _unique_names(nodes, kinds, sources)
-        for body in module.modules():
-            if isinstance(body, GraphModule):
-                _dot_module_paths(body)
+        bodies = [body for body in module.modules() if isinstance(body, GraphModule)]
+        root = _own_root(bodies, kinds, sources)
+        names = _unique_names(nodes, kinds, sources, root)
+        for body in bodies:
+            _dot_module_paths(body, root)
         if module.graph.find_nodes(op="call_function", target=_CHECKPOINT):
             # The flag asks for less memory, and who set it should know that another one decides.
             warn(
@@ -199,12 +202,29 @@ def _kind(node: Node, example: Any, source: str) -> InputKind:
     return "buffer" if "._buffers[" in source else "value"
 
 
+def _own_root(
+    bodies: Sequence[GraphModule], kinds: Sequence[InputKind], sources: Sequence[str]
+) -> str:
+    """Return the expression of the module that is compiled: ``L['self']``, or what else its forward
+    calls itself; "" if it is a function of several modules."""
+    stacks = [
+        node.meta.get("nn_module_stack") or {} for body in bodies for node in body.graph.nodes
+    ]
+    paths = {path for stack in stacks for path, _ in stack.values()}
+    owned = [s for s, kind in zip(sources, kinds, strict=True) if kind in ("param", "buffer")]
+    matches = map(_ROOT.match, (*paths, *(source for source in owned if "." in source)))
+    roots = {match[0] for match in matches if match}
+    # Another module that it calls, an argument or a global, is called itself.
+    own = roots if len(roots) == 1 else {each for each in roots - paths if each[0] == "L"}
+    return own.pop() if len(own) == 1 else ""
+
+
 def _unique_names(
-    nodes: Sequence[Node], kinds: Sequence[InputKind], sources: Sequence[str]
+    nodes: Sequence[Node], kinds: Sequence[InputKind], sources: Sequence[str], root: str
 ) -> tuple[str, ...]:
     """Dotted names; the placeholder's own where one is taken, or is a module of another."""
     dotted = [
-        dotted_path(source) if kind in ("param", "buffer") else node.name
+        dotted_path(source, root) if kind in ("param", "buffer") else node.name
         for node, kind, source in zip(nodes, kinds, sources, strict=True)
     ]
     taken: set[str] = set()
@@ -217,25 +237,25 @@ def _unique_names(
     return tuple(names)
 
 
-def dotted_path(expression: str) -> str:
+def dotted_path(expression: str, root: str) -> str:
     """``L['self']._modules['layers']._modules['0']._parameters['weight']`` as ``layers.0.weight``.
 
-    The scope (``L`` for locals, ``G`` for globals) and a leading ``self`` are dropped.
+    The module ``root`` (here ``L['self']``) is dropped, else the scope (``L`` for locals, ``G`` for
+    globals) alone.
     """
-    steps = [quoted or plain for quoted, plain in _STEP.findall(expression)]
-    if expression[:2] in ("L[", "G["):
-        steps = steps[1:]
-    if steps[:1] == ["self"]:
+    inner = expression.removeprefix(root)
+    steps = [quoted or plain for quoted, plain in _STEP.findall(inner)]
+    if inner[:2] in ("L[", "G["):
         steps = steps[1:]
     return ".".join(step.replace(".", "_") for step in steps if step not in _TABLES)
 
 
-def _dot_module_paths(module: GraphModule) -> None:
+def _dot_module_paths(module: GraphModule, root: str) -> None:
     for node in module.graph.nodes:
         stack = node.meta.get("nn_module_stack")
         if stack:
             node.meta["nn_module_stack"] = {
-                key: (dotted_path(path), kind) for key, (path, kind) in stack.items()
+                key: (dotted_path(path, root), kind) for key, (path, kind) in stack.items()
             }
 
 

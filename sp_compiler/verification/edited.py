@@ -12,6 +12,7 @@ from torch import Tensor
 from sp_compiler.base.autocast import without_autocast
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.pass_report import Pass
+from sp_compiler.codegen.loading import line_of
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.fx import carries_gradient
 from sp_compiler.verification.judge import Numbers, Precision, Reference, unit_tangent
@@ -67,7 +68,9 @@ def check_edited(
             Pass.CODEGEN, "model", _numbers(edited, tensors, reference.precision)
         )
     except Exception as error:  # whatever its statements raise
-        raise ArgumentError(f"the edited code fails: {type(error).__name__}: {error}") from error
+        raise ArgumentError(
+            f"the edited code fails: {type(error).__name__}: {error}{line_of(error)}"
+        ) from error
     if not row.ok:
         raise ArgumentError(
             f"the edited code computes something else: {row.where} differs by {row.error:.1e} of "

@@ -51,6 +51,22 @@ def test_other_sizes_are_refused(size: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("size", "advice"),
+    [
+        ("80Gib", '; did you mean "80GiB"?'),
+        ("1.5 kib", '; did you mean "1.5KiB"?'),
+        ("80GB", " (1 GiB is 1024-based; GB could mean either)"),
+        ("80g", " (1 GiB is 1024-based; g could mean either)"),
+        ("80 hours", "TiB"),
+    ],
+)
+def test_what_a_unit_may_have_meant(size: str, advice: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        parse_bytes("memory", size)
+    assert str(caught.value).endswith(advice)
+
+
+@pytest.mark.parametrize(
     ("time_us", "text"),
     [(0, "0.0 us"), (-0.04, "0.0 us"), (3.24, "3.2 us"), (617e3, "617.0 ms"), (-2e6, "-2.0 s")],
 )

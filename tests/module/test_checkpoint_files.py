@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import sp_compiler
@@ -151,3 +151,26 @@ def test_a_tensor_that_is_not_in_the_file_of_the_index(tmp_path: Path) -> None:
     _refused(
         _write(tmp_path, names), r"other\.safetensors: cannot read tensor 'blocks\.0\.norm\.weight'"
     )
+
+
+def test_names_with_something_in_front(tmp_path: Path) -> None:
+    """The advice is true, whether the file or the model has more in front."""
+    part = net().blocks[0].state_dict()
+    old, new = tmp_path / "old.safetensors", tmp_path / "new.safetensors"
+    save_file({f"back.bone.{name}": value for name, value in part.items()}, old)
+    module: Any = compiled()
+    looked_for = (
+        r"\(blocks\.0\.norm\.weight, .*\), looked for as norm\.weight, .*; it has back\.bone"
+    )
+    advice = r".*start with 'back\.bone\.'.*load_file\(path\).*removeprefix\('back\.bone\.'\)"
+    with pytest.raises(ArgumentError, match=looked_for + advice):
+        module.load_pretrained(old, prefix="blocks.0")
+    save_file(
+        {name.removeprefix("back.bone."): value for name, value in load_file(old).items()}, new
+    )
+    assert module.load_pretrained(new, prefix="blocks.0") == []
+    with pytest.raises(ArgumentError, match=r"part of the model: pass prefix='blocks\.0'$"):
+        module.load_pretrained(new)
+    save_file({"a": torch.ones(1)}, new)
+    with pytest.raises(ArgumentError, match=r"it has a\.\.\.; rename the tensors, or"):
+        module.load_pretrained(new, prefix="blocks.0")

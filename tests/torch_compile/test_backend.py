@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.fx import GraphModule
 
 import sp_compiler
 import sp_compiler.torch_compile.backend
@@ -22,7 +23,7 @@ from sp_compiler.base.shards import local_part
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.torch_compile.backend import sp_compiler_backend
-from sp_compiler.torch_compile.dynamo_graph import dotted_path
+from sp_compiler.torch_compile.dynamo_graph import DynamoGraph, dotted_path
 from sp_compiler.torch_compile.full_parameters import gather_gradients
 from tests.helpers.dynamo import (
     HIDDEN,
@@ -250,17 +251,64 @@ def test_entry_point_names_the_backend() -> None:
 
 
 @pytest.mark.parametrize(
-    ("expression", "path"),
+    ("expression", "root", "path"),
     [
-        ("L['self']._modules['layers']._modules['0']._parameters['weight']", "layers.0.weight"),
-        ("L['self'].bert.attention.self", "bert.attention.self"),
-        ("L['self']", ""),
-        ("G['model'].head", "model.head"),
-        ("L['blocks'][1]._buffers['scale']", "blocks.1.scale"),
+        ("L['s']._modules['a']._modules['0']._parameters['weight']", "L['s']", "a.0.weight"),
+        ("L['self'].bert.attention.self", "L['self']", "bert.attention.self"),
+        ("L['self']", "L['self']", ""),
+        ("G['model'].head", "", "model.head"),
+        ("G['model'].head", "L['self']", "model.head"),
+        ("L['blocks'][1]._buffers['scale']", "", "blocks.1.scale"),
     ],
 )
-def test_dotted_paths(expression: str, path: str) -> None:
-    assert dotted_path(expression) == path
+def test_dotted_paths(expression: str, root: str, path: str) -> None:
+    assert dotted_path(expression, root) == path
+
+
+class _Scale(nn.Module):
+    def __init__(this) -> None:
+        super().__init__()
+        this.up, this.weight = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+
+    def forward(this, x: Tensor) -> Tensor:
+        return this.up(x) * this.weight
+
+
+_FIRST, _SECOND = _Scale(), _Scale()
+
+
+@pytest.mark.parametrize(
+    ("function", "names", "paths"),
+    [
+        (_FIRST, {"up.weight", "up.bias", "weight"}, {"up"}),
+        # Dynamo traces a wrapper of torch's own modules.
+        (nn.Sequential(nn.Linear(4, 4)), {"0.weight", "0.bias"}, {"", "0"}),
+        (lambda x: _FIRST(x), {"up.weight", "up.bias", "weight"}, {"", "up"}),
+        (
+            lambda x: _FIRST(_SECOND.up(x)),
+            {
+                *("_FIRST.up.weight", "_FIRST.up.bias", "_FIRST.weight"),
+                *("_SECOND.up.weight", "_SECOND.up.bias"),
+            },
+            {"_FIRST", "_FIRST.up", "_SECOND.up"},
+        ),
+    ],
+)
+def test_names_are_those_in_the_compiled_module(
+    function: Any, names: set[str], paths: set[str]
+) -> None:
+    graphs: list[DynamoGraph] = []
+
+    def backend(module: GraphModule, inputs: Any) -> Any:
+        graphs.append(DynamoGraph.of(module, inputs))
+        return module.forward
+
+    torch.compile(function, backend=backend)(torch.ones(2, 4))
+    (graph,) = graphs
+    owned = zip(graph.names, graph.kinds, strict=True)
+    assert {name for name, kind in owned if kind == "param"} == names
+    stacks = [n.meta.get("nn_module_stack") or {} for n in graph.module.graph.nodes]
+    assert {path for stack in stacks for path, _ in stack.values()} == paths
 
 
 class _Ranks:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch.fx import Graph, Node
 
@@ -20,6 +21,8 @@ from sp_compiler.passes.memory.fewest_chunks import fewest_chunks
 from sp_compiler.passes.memory.partition import PartitionOptions, split
 from sp_compiler.passes.memory.tag import POLICIES, tag_recompute
 from sp_compiler.trace.joint import JointGraph
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,16 @@ class TaggedProgram:
                 if node.name in tags:
                     node.meta["recompute"] = tags[node.name]
         return cls(program, joints, origins)
+
+    def by_operator(self, found: Mapping[tuple[str, str], Item]) -> dict[tuple[str, str], Item]:
+        """Return what was ``found`` of operators of the sharded regions, by those of this
+        program."""
+        return {
+            (name, operator): item
+            for name, origin in self.origins.items()
+            for (region, operator), item in found.items()
+            if region == origin
+        }
 
 
 def tag_program(

@@ -13,8 +13,10 @@ from torch.nn import functional as F
 
 import sp_compiler
 from sp_compiler import ArgumentError, UnsupportedError
+from sp_compiler.passes.sharding import alternatives
 from sp_compiler.planning import costly_fallbacks as costly_module
 from sp_compiler.planning.fallbacks import Fallback
+from sp_compiler.solve.elimination import Elimination
 from tests.helpers.ranks import run_on_ranks
 from tests.models import zoo
 
@@ -125,6 +127,20 @@ def test_a_product_whose_shards_do_not_pay_has_the_price_of_them() -> None:
     (mix,) = (each for each in plan.explain(name).parameters if each.name == "0.mix")
     ways = [way for way in mix.operators[0].ways if {*way.operands} & {"S(3)", "T(3)", "S(0)"}]
     assert float(priced[1]) == round(min(way.more_us for way in ways if way.possible), 1)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "value"),
+    [(alternatives, "_ESTIMATED_SHARE", 2.0), (Elimination, "run", lambda self: None)],
+)
+def test_small_products_and_slow_solutions_have_no_price(
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, value: Any
+) -> None:
+    monkeypatch.setattr(module, name, value)
+    example = (torch.randn(4, 12, _WIDTH),), {}
+    plan = sp_compiler.plan(nn.Sequential(_Scores(4)), example, tp=2)
+    reason = "sharding (4, 12, 12, 4) x (4, 4) over 2 ranks does not pay"
+    assert reason in {item.reason for item in plan.costly_fallbacks}
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ def test_small_products_and_slow_solutions_have_no_price(
     monkeypatch: pytest.MonkeyPatch, module: Any, name: str, value: Any
 ) -> None:
     monkeypatch.setattr(module, name, value)
-    example = (torch.randn(4, 12, _WIDTH),), {}
+    example: Any = (torch.randn(4, 12, _WIDTH),), {}
     plan = sp_compiler.plan(nn.Sequential(_Scores(4)), example, tp=2)
     reason = "sharding (4, 12, 12, 4) x (4, 4) over 2 ranks does not pay"
     assert reason in {item.reason for item in plan.costly_fallbacks}

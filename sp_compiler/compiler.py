@@ -345,7 +345,7 @@ class Compilation:
             regions.append(CompiledRegion(region, parts, joint, paths, tp))
         # All regions at once: they are classes of one module, with one list of bound operators.
         loaded = run(Pass.CODEGEN, compile_regions, tagged.program, regions, options.backend)
-        return self._compiled(sharded, tagged.program, regions, loaded)
+        return self._compiled(sharded, tagged, regions, loaded)
 
     def _tag(
         self,
@@ -369,12 +369,11 @@ class Compilation:
     def _compiled(
         self,
         sharded: Sharded,
-        program: Program,
+        tagged: TaggedProgram,
         regions: Sequence[CompiledRegion],
         loaded: LoadedProgram,
     ) -> CompiledProgram:
-        """Return the result; ``program`` is that of ``sharded`` after tagging."""
-        codes = loaded.codes
+        program, codes = tagged.program, loaded.codes
         loss_backwards = {
             each.region.name: LossBackward(loss.output, codes[each.region.name].loss_backward)
             for each in regions
@@ -391,7 +390,8 @@ class Compilation:
             notes=[*program.notes, *loaded.notes],
             kernels=loaded.kernels,
             replicated=tuple(self._replicated),
-            paddable=sharded.paddable,
+            paddable=tagged.by_operator(sharded.paddable),
+            passed_over=tagged.by_operator(sharded.passed_over),
             code=loaded.source,
             value_names=loaded.value_names,
             stages=self._run.stages(sharded.program, program),

@@ -25,10 +25,13 @@ class RecomputePolicy:
         last_region: name of the policy that replaces this one in the region that runs last, if
             everything that it saves would exist at the same time anyway: backward starts there, so
             values that were not saved are recomputed at once. "" if there is none.
+        seeks: the reason of the tags that set this policy apart; where no node has such a tag, a
+            note says that it saves nothing. "" if it always recomputes something.
         chunks_rows: whether logits and attention may be recomputed, so that they can run in chunks.
     """
 
     decide: Callable[[Node, ForwardFacts], Tag]
     saved_sbh: float
     last_region: str = ""
+    seeks: str = ""
     chunks_rows: bool = True

@@ -7,8 +7,9 @@ sharded regions, where users see them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from torch.fx import Graph, Node
 
@@ -20,6 +21,8 @@ from sp_compiler.passes.memory.fewest_chunks import fewest_chunks
 from sp_compiler.passes.memory.partition import PartitionOptions, split
 from sp_compiler.passes.memory.tag import POLICIES, tag_recompute
 from sp_compiler.trace.joint import JointGraph
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,16 @@ class TaggedProgram:
                     node.meta["recompute"] = tags[node.name]
         return cls(program, joints, origins)
 
+    def by_operator(self, found: Mapping[tuple[str, str], Item]) -> dict[tuple[str, str], Item]:
+        """Return what was ``found`` of operators of the sharded regions, by those of this
+        program."""
+        return {
+            (name, operator): item
+            for name, origin in self.origins.items()
+            for (region, operator), item in found.items()
+            if region == origin
+        }
+
 
 def tag_program(
     program: Program,
@@ -85,7 +98,20 @@ def tag_program(
         for joint in chunked:
             _tag_region(joint, options[name], policy)
     chosen = fewest_chunks(program, tagged, options, world_size)
+    program = replace(program, notes=[*program.notes, *_found_nothing(chosen, policy)])
     return TaggedProgram.of(program, chosen, {name: name for name in chosen})
+
+
+def _found_nothing(joints: Mapping[str, JointGraph], policy: str) -> Iterator[str]:
+    """Yield a note if no tag in ``joints`` sets ``policy`` apart from saving everything."""
+    sought = POLICIES[policy].seeks
+    nodes = (node for joint in joints.values() for node in joint.graph.nodes)
+    if sought and not any(node.meta.get("recompute_reason") == sought for node in nodes):
+        yield (
+            f'recompute="{policy}" recomputes nothing here: no {sought} was found, which is two '
+            "products of activations with a softmax and no weights between, not fused; "
+            'recompute="selective" or "full" keep less'
+        )
 
 
 def _tag_region(joint: JointGraph, options: PartitionOptions, policy: str) -> None:

@@ -52,7 +52,8 @@ def outline(
         # Layers of one class were expected to be one region.
         alike = next((call for call in program_calls if call.region.name == piece.name), None)
         if alike is not None and alike.path and len(distinct.regions) > num_distinct:
-            report.decline(piece.nodes[0], f"the layer is no region with {alike.path}: they differ")
+            reason = f"the layer differs from {alike.path}, and is compiled by itself"
+            report.decline(piece.nodes[0], reason)
         args = tuple(
             Ref("seed", index=index - num_tables) if ref.kind == "seed" else ref
             for ref in (refs[inputs[position]] for position in use.inputs)

@@ -55,7 +55,8 @@ class Schedule:
     def graph(self) -> Graph:
         """Return a copy in this order, and report it; ``given`` itself if nothing overlaps."""
         for node in self.blocking:
-            report_of(Pass.OVERLAP).decline(node, "nothing runs meanwhile in its memory")
+            reason = "ranks wait for the collective: no work is left, or fits in memory, to hide it"
+            report_of(Pass.OVERLAP).decline(node, reason)
         return _in_order(self.given, self.steps) if self.steps else self.given
 
     def of_last_calls(self, part: Graph) -> Graph:

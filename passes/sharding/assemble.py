@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from torch.fx import Node
 
 from sp_compiler.base.placement import I, Placement, R
+from sp_compiler.ir.compiled_program import PassedOver
 from sp_compiler.ir.concretize import Concretizer
 from sp_compiler.ir.fx import tensor_operands
 from sp_compiler.ir.program import Call, Program, Ref, Region
@@ -36,6 +37,7 @@ class Sharded:
         cost_us: the solver's objective.
         paddable: (region, operator) of operators that could run with padding, and the number of
             units (heads) that would be padded, whatever was chosen.
+        passed_over: see :class:`~sp_compiler.ir.compiled_program.CompiledProgram`.
     """
 
     program: Program
@@ -43,6 +45,7 @@ class Sharded:
     output_placements: dict[int, Placement]
     cost_us: float
     paddable: dict[tuple[str, str], int] = field(default_factory=dict)
+    passed_over: Mapping[tuple[str, str], PassedOver | None] = field(default_factory=dict)
 
 
 class Choices:

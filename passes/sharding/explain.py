@@ -11,11 +11,8 @@ else is optimized around it: the difference from the optimum is the cost of that
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator
 
-from sp_compiler.base.errors import SPCompilerError
 from sp_compiler.base.placement import Placement
 from sp_compiler.base.provenance import module_path
 from sp_compiler.base.units import time_text
@@ -24,6 +21,7 @@ from sp_compiler.ir.op_traits import is_view
 from sp_compiler.ir.program import Program
 from sp_compiler.ops.convert import conversion_between
 from sp_compiler.options import CompileOptions
+from sp_compiler.passes.sharding.alternatives import Alternatives
 from sp_compiler.passes.sharding.dim_roles import ReplicatedNode, bytes_of
 from sp_compiler.passes.sharding.outputs import route_outputs
 from sp_compiler.passes.sharding.prices import Key
@@ -35,9 +33,10 @@ from sp_compiler.planning.placement_explanation import (
     OperatorWays,
     ParameterExplanation,
     Way,
+    cost_text,
 )
 from sp_compiler.solve.placement import solve
-from sp_compiler.solve.placement_problem import Conversion, conversions
+from sp_compiler.solve.placement_problem import Conversion
 
 
 def explain(
@@ -96,6 +95,7 @@ class _Question:
         self.vertices = self.builder.problem.vertices
         self.subjects = self.builder.problem.subjects
         self.best = solve(self.vertices, self.builder.prices.conversion_us).choices
+        self.alternatives = Alternatives(self.builder, self.best)
 
     def answer(self, name: str) -> ParameterExplanation:
         stored_name, shape = self.program.parameters[name]
@@ -149,21 +149,6 @@ class _Question:
 
     # The cost of one way.
 
-    def _forced(self, number: int, index: int) -> list[int] | None:
-        """Return the cheapest choices with option ``index`` of a vertex; ``None`` if there are
-        none."""
-        if index == self.best[number]:
-            return self.best
-        # Everything else is solved anew around the one option that is left.
-        vertex = self.vertices[number]
-        only = replace(vertex, options=[vertex.options[index]])
-        vertices = [*self.vertices[:number], only, *self.vertices[number + 1 :]]
-        try:
-            choices = solve(vertices, self.builder.prices.conversion_us).choices
-        except SPCompilerError:
-            return None
-        return [*choices[:number], index, *choices[number + 1 :]]
-
     def _way(self, number: int, index: int, keys: list[Key]) -> Way:
         vertex, chosen = self.vertices[number], index == self.best[number]
         option = vertex.options[index]
@@ -174,38 +159,23 @@ class _Question:
             results = tuple(map(str, strategies[index].results))
         else:
             operands, results = (), (stored_text(option.makes[0]),)
-        choices = self._forced(number, index)
+        choices = self.alternatives.forced(number, [index])
         if choices is None:  # some other vertex is left without an option
             return Way(operands, results, chosen, False, 0.0, 0.0, 0.0, 0.0, 0, ())
-        costs = zip(self._costs(choices), self._costs(self.best), strict=True)
-        communication, compute, memory = (forced - best for forced, best in costs)
+        more = self.alternatives.more(choices)
         # Never negative but for rounding: the optimum is at most as costly as any forced choice.
         return Way(
             operands,
             results,
             chosen,
             True,
-            max(0.0, communication + compute + memory),
-            communication,
-            compute,
-            memory,
+            max(0.0, more.communication_us + more.compute_us + more.memory_us),
+            more.communication_us,
+            more.compute_us,
+            more.memory_us,
             self._parameter_bytes(keys[0], choices),
-            tuple(self._conversion_text(item) for item in self._extra(choices)),
+            tuple(self._conversion_text(item) for item in self.alternatives.extra(choices)),
         )
-
-    def _costs(self, choices: list[int]) -> tuple[float, float, float]:
-        """Communication, compute and the price of memory, in us."""
-        # Of the whole program: a choice here may move costs to any other place. Only operators
-        # compute; options of parameters and of values between regions are priced for their memory.
-        paid = sum(map(self._price, conversions(self.vertices, choices)))
-        costs = [v.options[i].cost_us for v, i in zip(self.vertices, choices, strict=True)]
-        kinds = zip(costs, self.subjects, strict=True)
-        compute = [cost for cost, subject in kinds if isinstance(subject, OperatorSubject)]
-        return paid, sum(compute), sum(costs) - sum(compute)
-
-    def _price(self, conversion: Conversion) -> float:
-        cost = self.builder.prices.conversion_us(*conversion)
-        return math.inf if cost is None else cost
 
     def _parameter_bytes(self, key: Key, choices: list[int]) -> int:
         for vertex, choice in zip(self.vertices, choices, strict=True):
@@ -214,12 +184,6 @@ class _Question:
                 return bytes_of(key[1]) // (self.builder.world_size if made.is_sharded else 1)
         raise AssertionError(key)
 
-    def _extra(self, choices: list[int]) -> list[Conversion]:
-        """Return conversions that the optimum does not need, costliest first, without free ones."""
-        usual = conversions(self.vertices, self.best)
-        extra = [item for item in conversions(self.vertices, choices) if item not in usual]
-        return sorted(filter(self._price, extra), key=self._price, reverse=True)
-
     def _conversion_text(self, conversion: Conversion) -> str:
         (_, (node, _)), source, target = conversion
         row = conversion_between(source, target)
@@ -227,7 +191,7 @@ class _Question:
         kind = "all-gather and slice" if row is None else row.text
         where = module_path(node)
         of = f"{node.name} in {where}" if where else node.name
-        price = time_text(self._price(conversion))
+        price = time_text(self.alternatives.price_us(conversion))
         return f"{kind} of {of} ({source} to {target}), {price}"
 
     # In words.
@@ -248,9 +212,8 @@ class _Question:
             if way.possible and placement_text(option.makes[0]) != placement_text(placement)
         ]
         if placement.is_sharded:
-            text = "the cheapest way"
-            costs = [f"{way.results[0]} would cost {way.cost_text}" for way, _ in others]
-            return "; ".join([text, *costs])
+            num_bytes = stored[self.best[number]].parameter_bytes
+            return _why_sharded([way for way, _ in others], num_bytes)
         if not others:
             rank = len(keys[0][1][0].meta["val"].shape)
             reasons = (self.builder.why_not_sharded(keys, dim) for dim in range(rank))
@@ -259,10 +222,13 @@ class _Question:
 
     def _costlier(self, way: Way, number: int, index: int) -> str:
         """Text with the extra cost of sharding, the costliest conversion that it needs, and why."""
-        choices = self._forced(number, index)
+        choices = self.alternatives.forced(number, [index])
         assert choices is not None  # only possible ways come here
-        text = f"{way.results[0]} would cost {way.cost_text}"
-        for conversion in self._extra(choices)[:1]:  # none where computing is what costs more
+        time_us = way.communication_us + way.compute_us
+        text = f"{way.results[0]} would cost {cost_text(time_us, way.memory_us)}"
+        for conversion in self.alternatives.extra(choices)[
+            :1
+        ]:  # none where computing is what costs more
             why = self._why(conversion, choices)
             text += f", with {self._conversion_text(conversion)}{why and f', as {why}'}"
         return text
@@ -289,6 +255,20 @@ class _Question:
                     self.builder.world_size,
                 )
         return ""
+
+
+def _why_sharded(others: Iterable[Way], num_bytes: int) -> str:
+    """Text with the extra cost of every other way to store a parameter of which a rank has
+    ``num_bytes``."""
+    chosen_for, costs = "the cheapest way", []
+    for way in others:
+        time_us = way.communication_us + way.compute_us
+        # Of the alternative that would be faster, only the memory speaks against it.
+        if way.memory_us > 0 > round(time_us, 1):
+            chosen_for = "chosen for its memory"
+        more = cost_text(time_us, way.memory_us, way.parameter_bytes - num_bytes)
+        costs.append(f"{way.results[0]} would cost {more}")
+    return "; ".join([chosen_for, *costs])
 
 
 def stored_text(placement: Placement) -> str:

@@ -16,6 +16,7 @@ from sp_compiler.ir.concretize import Concretizer
 from sp_compiler.ir.hints import hint_text, wishes_of
 from sp_compiler.ir.program import Program, Ref
 from sp_compiler.options import CompileOptions
+from sp_compiler.passes.sharding.alternatives import passed_over
 from sp_compiler.passes.sharding.assemble import Choices, Sharded, assemble, assemble_unsharded
 from sp_compiler.passes.sharding.dim_roles import ReplicatedNode, activate, label_dims
 from sp_compiler.passes.sharding.outputs import Routed, may_shard, route_outputs
@@ -75,7 +76,12 @@ def shard(
             f"the placements may take up to {solution.gap:.2%} longer than the best ones: the "
             "search for those was cut short"
         )
-    return replace(sharded, program=replace(sharded.program, notes=notes), cost_us=solution.cost_us)
+    return replace(
+        sharded,
+        program=replace(sharded.program, notes=notes),
+        cost_us=solution.cost_us,
+        passed_over=passed_over(builder.program, builder, solution),
+    )
 
 
 def placement_problem(

@@ -117,8 +117,12 @@ def report_lines(reports: Sequence[PassReport]) -> Iterator[str]:
         reasons = dict.fromkeys(item.reason for item in report.declined)
         for reason in reasons:
             items = [item for item in report.declined if item.reason == reason]
-            first = f"{items[0].node}, {items[0].line}".removesuffix(", ")
-            yield f"{'':{width}}  declined {len(items)} x: {reason} ({first})"
+            # By its line: the name of a node says nothing to who does not read the graph.
+            first = items[0].line or items[0].node
+            where = f"first at {first}" if len(items) > 1 else first
+            yield f"{'':{width}}  left {len(items)} x as it is: {reason} ({where})"
+    if any(report.declined for report in reports):
+        yield "What a pass left as it is runs, and is right; it may take more time or memory."
 
 
 # A context variable and no global: several threads may compile at the same time.

@@ -69,6 +69,21 @@ class Kernel(Protocol):
         """Run the generated code as it is from now on."""
 
 
+@dataclass(frozen=True)
+class PassedOver:
+    """What another choice of placements costs beyond the chosen one, in us of a step.
+
+    Attributes:
+        communication_us: time of collectives and of copies around them.
+        compute_us: time of all operators of the model.
+        memory_us: price of values that are replicated on every rank.
+    """
+
+    communication_us: float
+    compute_us: float
+    memory_us: float
+
+
 @dataclass
 class CompiledProgram:
     """A sharded program with the code of its regions.
@@ -91,6 +106,8 @@ class CompiledProgram:
             their shards.
         paddable: (region, operator) of operators that could run with padding, and the number of
             units, such as heads, that would be padded.
+        passed_over: (region, operator) of matrix products that run replicated although they could
+            be sharded, and what the cheapest such way costs; ``None`` if that was not estimated.
         code: the generated text.
         stages: pass name to the graphs after it.
         regions: region name to its forward and backward.
@@ -110,6 +127,7 @@ class CompiledProgram:
     kernels: Mapping[str, Sequence[Kernel]] = field(default_factory=dict)
     replicated: tuple[tuple[str, str], ...] = ()
     paddable: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    passed_over: Mapping[tuple[str, str], PassedOver | None] = field(default_factory=dict)
     code: str = ""
     stages: Stages = field(default_factory=Stages)
     regions: dict[str, PartitionedRegion] = field(default_factory=dict)

@@ -20,6 +20,7 @@ from sp_compiler.planning.fallbacks import (
 
 COSTLY_SHARE = 0.01
 """Of the model's matrix FLOPs or parameter bytes: less than this is not worth a warning."""
+_SHOWN_SHARE = 0.001
 _MOST_LINES = 8
 
 
@@ -67,8 +68,7 @@ def costly_fallbacks(compiled: CompiledProgram) -> tuple[CostlyFallback, ...]:
         # A replicated attention core is always said: its cost grows with the square of the
         # sequence, and the example's sequence may be short.
         if flops_count or item.is_attention:
-            core = "an attention core, " if item.is_attention else ""
-            text = f"{core}{share:.1%} of the matrix FLOPs"
+            text = _share_text(share, is_attention=item.is_attention)
             found = CostlyFallback(item.module, text, item.reason, item.advice)
             costly[found] = share
             if share < COSTLY_SHARE and not item.is_attention:
@@ -88,6 +88,17 @@ def costly_fallbacks(compiled: CompiledProgram) -> tuple[CostlyFallback, ...]:
         costly = {item: share for item, share in costly.items() if item not in small}
     # A stable sort: equal shares stay in graph order, which is the same on every rank.
     return tuple(sorted(costly, key=costly.__getitem__, reverse=True))
+
+
+def _share_text(share: float, *, is_attention: bool) -> str:
+    """Return a share of the matrix FLOPs in words."""
+    # Less rounds to 0.0 %: no burden by itself, but for a core that grows with the sequence.
+    text = f"{share:.1%}" if share >= _SHOWN_SHARE else f"under {_SHOWN_SHARE:.1%}"
+    if not is_attention:
+        return f"{text} of the matrix FLOPs"
+    if share < _SHOWN_SHARE:
+        return "an attention core, whose cost grows with the square of the sequence"
+    return f"an attention core, {text} of the matrix FLOPs"
 
 
 class FallbackCheck:

@@ -47,11 +47,11 @@ def require_fit(plan: PlanData, options: CompileOptions) -> None:
     if limit is None or plan.total_bytes <= limit:
         return
     state = ModelState(plan.parameter_bytes, plan.gradient_bytes, plan.optimizer_bytes)
-    advice = _LESS_STATE
-    # Where the state alone fits, it is the activations that can be made smaller.
     if state.total_bytes < limit:
-        auto = "" if options.recompute == "auto" else 'recompute="auto", which fills what is left; '
-        advice = f"Use {auto}more tensor-parallel ranks; or a smaller batch"
+        advice = _fewer_activations(options.recompute)
+    else:
+        state_text = bytes_text(state.total_bytes)
+        advice = f"Whatever is recomputed, {state_text} of it stay. {_LESS_STATE}"
     # The plan of the same step without a limit may have a higher peak.
     least = (
         " (overlap would take more if there were more)"
@@ -63,6 +63,16 @@ def require_fit(plan: PlanData, options: CompileOptions) -> None:
         f"{bytes_text(plan.total_bytes - limit)} more: {_state_text(state)}, activations "
         f"{bytes_text(plan.activation_peak_bytes)} at their peak{least}. {advice}"
     )
+
+
+def _fewer_activations(recompute: str) -> str:
+    """Return what to do where the state alone fits, cheapest first."""
+    ways = {
+        "auto": 'recompute="auto", which fits activations into what is left',
+        "full": 'recompute="full"',
+    }
+    usable = [] if recompute == "auto" else [way for key, way in ways.items() if key != recompute]
+    return f"Use {'; '.join([*usable, 'a smaller batch'])}; or more tensor-parallel ranks"
 
 
 _LESS_STATE = (

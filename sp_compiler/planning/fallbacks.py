@@ -15,8 +15,9 @@ import torch
 from torch.fx import Node
 
 from sp_compiler.base.provenance import module_path, source_line
+from sp_compiler.base.units import time_text
 from sp_compiler.cost.node_cost import node_flops, product_flops, tensor_bytes
-from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.ir.compiled_program import CompiledProgram, PassedOver
 from sp_compiler.ir.fx import (
     arguments,
     carries_gradient,
@@ -27,6 +28,7 @@ from sp_compiler.ir.fx import (
 )
 from sp_compiler.ir.op_traits import MATMULS, is_view
 from sp_compiler.ir.program import Region
+from sp_compiler.planning.placement_explanation import cost_text
 from sp_compiler.rules.table import has_rule, missing_rule, rule_for
 from sp_compiler.rules.vocabulary import has_vocabulary, vocabulary_obstacle
 from sp_compiler.trace.autograd_functions import function_name
@@ -111,7 +113,7 @@ def _parameters(compiled: CompiledProgram) -> Iterator[Fallback]:
         if len(value.shape) < 2 or compiled.param_placements[name].is_sharded:
             continue
         asked = _asked(compiled, name)
-        reason, advice, is_choice = _why(node, compiled.world_size)
+        reason, advice, is_choice = _why(name, node, compiled.world_size)
         size = tensor_bytes(value)
         # A choice of the cost model or of the user is worth a line, but no warning.
         counts = not asked and (not is_choice or size >= _CHOICE_BYTES)
@@ -133,7 +135,7 @@ def _asked(compiled: CompiledProgram, name: str) -> str:
     return str(wish) if wish and not any(wish.allowed[1:]) else ""
 
 
-def _why(node: Node, world_size: int) -> tuple[str, str, bool]:
+def _why(name: str, node: Node, world_size: int) -> tuple[str, str, bool]:
     """Return the reason, advice, and whether it could be sharded but the cost model chose
     otherwise."""
     shape = node.meta["val"].shape
@@ -144,20 +146,25 @@ def _why(node: Node, world_size: int) -> tuple[str, str, bool]:
     for user in node.users:
         if user.op == "call_function" and _has_no_rule(user):
             return missing_rule(user, str(user.target)), _advice_of_rule(user), False
-    if any(user.target in _PRODUCTS and is_replicated(user) for user in node.users):
+    if any(is_product(user) and is_replicated(user) for user in node.users):
         # Whatever keeps the product from being sharded is a fallback of its own.
         return "what it is multiplied with is replicated", "", True
     size = math.prod(shape)
     reason = f"sharding its {size} elements costs more time than it saves memory"
-    return reason, _ADVICE_EXPLAIN, True
+    return reason, _advice_explain(name), True
 
 
 _ADVICE_RULE = "Register a rule for the operator with sp_compiler.rule"
-_ADVICE_EXPLAIN = "plan.explain(name of a parameter near it) says what the other ways cost"
 _ADVICE_OPERATOR = (
     "Write it as an operator of your own (torch.library.custom_op) and register a rule for it with "
     "sp_compiler.rule"
 )
+
+
+def _advice_explain(name: str) -> str:
+    """Return advice to ask about ``name``, which :meth:`Plan.explain` accepts."""
+    asked = f"explain({name!r})" if name else "explain(name of a parameter)"
+    return f"{asked} of the plan (module.plan or sp_compiler.plan(...)) says what other ways cost"
 
 
 def _other_tp(sizes: Iterable[int]) -> str:
@@ -166,6 +173,11 @@ def _other_tp(sizes: Iterable[int]) -> str:
 
 
 # Operators.
+
+
+def is_product(node: Node) -> bool:
+    """Return whether ``node`` is a matrix product, or fused attention."""
+    return node.target in _PRODUCTS
 
 
 def forward_flops(node: Node) -> float:
@@ -192,8 +204,7 @@ def _operators(compiled: CompiledProgram, region: Region) -> Iterator[Fallback]:
         if is_choice and tensor_bytes(tensor_operands(node)[0].meta["val"]) < _CHOICE_BYTES:
             continue
         has_rule = is_choice or not _has_no_rule(node)
-        is_product = node.target in _PRODUCTS and is_replicated(node)
-        if has_rule and not is_choice and not is_product:
+        if has_rule and not is_choice and not (is_product(node) and is_replicated(node)):
             continue
         is_attention = is_attention_core(node, activations)
         if is_choice:
@@ -245,9 +256,45 @@ def _why_product(
     if node.target is _ATTENTION and len(sizes) > 3 and sizes[-3] % world_size:
         return _why_not_padded(sizes[-3], world_size, may_pad=False)
     shapes = " x ".join(str(tuple(factor.meta["val"].shape)) for factor in factors)
-    reason = f"no way to shard {shapes} over {world_size} ranks divides, or none pays"
-    divides = any(size % world_size == 0 for size in sizes)
-    return reason, _ADVICE_EXPLAIN if divides else _other_tp(sizes)
+    explain = _advice_explain(_name_near(node, region, compiled))
+    if key in compiled.passed_over:
+        return _why_passed_over(compiled.passed_over[key], shapes, world_size), explain
+    reason = f"no way to shard {shapes} over {world_size} ranks"
+    if any(size % world_size == 0 for size in sizes):
+        # A feature, as sharding calls it: what a rule-less operator makes of heads is none.
+        why = (
+            "batch and tokens are not sharded here, and no other dim both divides and comes from a "
+            "parameter through operators with a rule"
+        )
+        return f"{reason}: {why}", explain
+    return f"{reason}: none of its sizes divides", _other_tp(sizes)
+
+
+def _why_passed_over(more: PassedOver | None, shapes: str, world_size: int) -> str:
+    """Return the reason for a product that could be sharded."""
+    if more is None:
+        return f"sharding {shapes} over {world_size} ranks does not pay"
+    parts = (more.communication_us, "communication"), (more.compute_us, "compute")
+    times = (f"{time_text(abs(us))} {'more' if us > 0 else 'less'} {what}" for us, what in parts)
+    cost = cost_text(more.communication_us + more.compute_us, more.memory_us)
+    return (
+        f"sharding {shapes} over {world_size} ranks does not pay: it would cost {cost} a step "
+        f"({', '.join(times)})"
+    )
+
+
+def _name_near(node: Node, region: Region, compiled: CompiledProgram) -> str:
+    """Return the innermost module around ``node`` that has parameters, else a parameter that it is
+    computed from; "" if there is none."""
+    path, names = module_path(node), compiled.program.parameters
+    while path and not any(name.startswith(f"{path}.") for name in names):
+        path = path.rpartition(".")[0]
+    if path:
+        return path
+    call = next(call for call in compiled.program.calls if call.region is region)
+    refs = dict(zip(region.placeholders, call.args, strict=True))
+    sources = (refs.get(source) for source in reach(operands(node), operands))
+    return next((ref.name for ref in sources if ref is not None and ref.kind == "param"), "")
 
 
 def _why_not_padded(heads: int, world_size: int, *, may_pad: bool) -> tuple[str, str]:
@@ -288,7 +335,7 @@ def _why_no_rule(node: Node) -> tuple[str, str]:
         return f"{name}, a torch.autograd.Function, is not pointwise", _ADVICE_OPERATOR
     if has_vocabulary(node):
         return vocabulary_obstacle(node), ""
-    return missing_rule(node, "it"), _advice_of_rule(node)
+    return missing_rule(node, str(node.target)), _advice_of_rule(node)
 
 
 def _differentiable(region: Region) -> set[Node]:
@@ -323,7 +370,7 @@ def is_attention_core(node: Node, activations: set[Node]) -> bool:
     # By structure, for models name it as they like: a product whose factor is a softmax of another
     # product, both of activations. A router's softmax weighs outputs of experts, too, but is not
     # taken of a product of two activations.
-    products = {other for other in node.graph.nodes if other.target in _PRODUCTS}
+    products = {other for other in node.graph.nodes if is_product(other)}
 
     def multiplies_activations(product: Node) -> bool:
         return product in products and activations.issuperset(tensor_operands(product)[:2])

@@ -44,14 +44,22 @@ class Way:
     parameter_bytes: int
     conversions: tuple[str, ...]
 
-    @property
-    def cost_text(self) -> str:
-        """Return the extra cost in words: times as such; memory has a price, but is not time."""
-        time_us = self.communication_us + self.compute_us
-        parts = ["more memory on every rank"] if self.memory_us > 0 else []
-        if not parts or abs(time_us) >= _SHOWN_US:
-            parts.append(f"{time_text(abs(time_us))} {'less' if time_us < 0 else 'more'}")
-        return " and ".join(parts)
+
+def cost_text(time_us: float, memory_us: float, num_bytes: int = 0) -> str:
+    """Return an extra cost in words: times as such; memory has a price, but is not time.
+
+    Args:
+        time_us: of communication and compute.
+        memory_us: the price of memory.
+        num_bytes: what it is the price of, if that is known.
+    """
+    parts = []
+    if memory_us > 0:
+        more = f"{bytes_text(num_bytes)} more" if num_bytes > 0 else "more memory"
+        parts.append(f"{more} on every rank")
+    if not parts or abs(time_us) >= _SHOWN_US:
+        parts.append(f"{time_text(abs(time_us))} {'less' if time_us < 0 else 'more'}")
+    return " and ".join(parts)
 
 
 @dataclass(frozen=True)

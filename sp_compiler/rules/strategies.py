@@ -27,6 +27,11 @@ class Strategy:
     def is_replicated(self) -> bool:
         return all(p.is_replicated for p in (*self.operands, *self.results))
 
+    @property
+    def is_sharded(self) -> bool:
+        """Return whether each rank runs a part of the operator."""
+        return any(p.is_sharded for p in (*self.operands, *self.results))
+
 
 @dataclass(frozen=True)
 class Offers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import Any
 
@@ -12,8 +13,10 @@ from torch.nn import functional as F
 
 import sp_compiler
 from sp_compiler import ArgumentError, UnsupportedError
+from sp_compiler.passes.sharding import alternatives
 from sp_compiler.planning import costly_fallbacks as costly_module
 from sp_compiler.planning.fallbacks import Fallback
+from sp_compiler.solve.elimination import Elimination
 from tests.helpers.ranks import run_on_ranks
 from tests.models import zoo
 
@@ -67,7 +70,12 @@ def test_an_attention_core_that_runs_replicated(fused: bool) -> None:
     (core,) = (item for item in costly if item.share.startswith("an attention core"))
     assert core.module == "attention"
     assert "(2, 4, 8, 8)" in core.reason
-    assert any("sp_compiler.rule" in item.advice for item in costly)  # the cause, and what to do
+    # The cause, by its name, and what to do.
+    causes = [item for item in costly if "sp_compiler.rule" in item.advice]
+    assert causes
+    assert {item.reason.split(" (x")[0] for item in causes} == {
+        "no sharding rule for costly_test.twist.default"
+    }
 
 
 def test_the_plan_lists_it_and_strict_refuses_it() -> None:
@@ -91,6 +99,81 @@ def test_parameters_that_no_rank_count_divides() -> None:
     assert costly.module == "0.weight and 1 more like it"
     assert "no dim divides by 2" in costly.reason
     assert "tp" in costly.advice
+
+
+class _Scores(nn.Module):
+    """Scores of heads that are mixed by a weight, a parameter of its own."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads, self.inner = heads, nn.Linear(_WIDTH, _WIDTH)
+        self.mix = nn.Parameter(torch.ones(heads, heads))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.inner(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return torch.einsum("hg,bgij->bhij", self.mix, heads @ heads.transpose(-1, -2))
+
+
+def test_a_product_whose_shards_do_not_pay_has_the_price_of_them() -> None:
+    model = nn.Sequential(_Scores(4))
+    plan = sp_compiler.plan(model, ((torch.randn(4, 12, _WIDTH),), {}), tp=2)
+    (item,) = (item for item in plan.costly_fallbacks if item.module == "0")
+    shapes = re.escape("(4, 12, 12, 4) x (4, 4)")
+    said = f"sharding {shapes} over 2 ranks does not pay: it would cost (.*) us more a step "
+    priced = re.match(said + r"\(.* us more communication, .* us less compute\)", item.reason)
+    assert priced, item.reason
+    # The words name what explain() takes, and it finds the same price.
+    (name,) = re.findall(r"explain\('(.*)'\) of the plan", item.advice)
+    (mix,) = (each for each in plan.explain(name).parameters if each.name == "0.mix")
+    ways = [way for way in mix.operators[0].ways if {*way.operands} & {"S(3)", "T(3)", "S(0)"}]
+    assert float(priced[1]) == round(min(way.more_us for way in ways if way.possible), 1)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "value"),
+    [(alternatives, "_ESTIMATED_SHARE", 2.0), (Elimination, "run", lambda self: None)],
+)
+def test_small_products_and_slow_solutions_have_no_price(
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, value: Any
+) -> None:
+    monkeypatch.setattr(module, name, value)
+    example: Any = (torch.randn(4, 12, _WIDTH),), {}
+    plan = sp_compiler.plan(nn.Sequential(_Scores(4)), example, tp=2)
+    reason = "sharding (4, 12, 12, 4) x (4, 4) over 2 ranks does not pay"
+    assert reason in {item.reason for item in plan.costly_fallbacks}
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "width", "why"),
+    [
+        (3, 9, 15, "none of its sizes divides"),
+        (4, 9, 15, "batch and tokens are not sharded here, and no other dim both divides and "),
+    ],
+)
+def test_a_product_without_a_way_is_not_said_not_to_pay(
+    batch: int, tokens: int, width: int, why: str
+) -> None:
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(width, width)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = twist(self.linear(x))
+            return x @ x.transpose(-1, -2)
+
+    x = torch.randn(batch, tokens, width)
+    plan = sp_compiler.plan(Scores(), ((x,), {}), tp=2)
+    shapes = f"({batch}, {tokens}, {width}) x ({batch}, {width}, {tokens})"
+    reasons = [item.reason for item in plan.costly_fallbacks]
+    assert any(text.startswith(f"no way to shard {shapes} over 2 ranks: {why}") for text in reasons)
+
+
+def test_a_core_of_a_short_sequence_has_no_share_of_zero() -> None:
+    share = costly_module._share_text
+    assert share(0.0004, is_attention=True).endswith("grows with the square of the sequence")
+    assert share(0.004, is_attention=True) == "an attention core, 0.4% of the matrix FLOPs"
+    assert share(0.0004, is_attention=False) == "under 0.1% of the matrix FLOPs"
 
 
 @pytest.mark.parametrize(

@@ -63,11 +63,23 @@ def test_what_does_not_fit_and_by_how_much() -> None:
     full = _plan(overlap=False)
     said = _refused(device_memory=full.total_bytes - 1024, overlap=False)
     assert "1.00 KiB more: parameters" in said
-    assert 'recompute="auto"' in said
+    assert said.endswith(
+        'Use recompute="auto", which fits activations into what is left; recompute="full"; '
+        "a smaller batch; or more tensor-parallel ranks"
+    )
     assert _plan(device_memory=full.total_bytes, overlap=False).total_bytes == full.total_bytes
     for recompute in ("auto", "full"):
         said = _refused(device_memory=1024, recompute=recompute)
         assert "dp_shard" in said, "no way to recompute makes parameters smaller"
+    assert "Whatever is recomputed, " in said
+
+
+def test_what_helps_where_everything_is_recomputed_already() -> None:
+    full = _plan(recompute="full", overlap=False)
+    said = _refused(device_memory=full.total_bytes - 1024, recompute="full", overlap=False)
+    assert 'recompute="full"' not in said
+    assert 'Use recompute="auto", ' in said
+    assert "a smaller batch" in said
 
 
 def test_a_model_that_does_not_fit_is_given_back() -> None:

@@ -195,8 +195,21 @@ def test_copies_of_a_plan(llama: Plan) -> None:
 def test_memory_is_not_told_as_a_time(llama: Plan) -> None:
     """Its price, which is seconds for a matrix, is for the solver alone."""
     text = str(llama.explain("lm_head"))
-    assert "Replicate() would cost more memory on every rank" in text
+    assert "Replicate() would cost 24.00 KiB more on every rank" in text
     assert text.count("\nPlacements\n") == 1
+
+
+def test_what_is_slower_than_a_copy_is_chosen_for_its_memory() -> None:
+    """A column-parallel linear whose result is gathered at once: only memory speaks for it."""
+    model = nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64))
+    plan = sp_compiler.plan(model, ((torch.randn(2, 4, 32),), {}), tp=2)
+    found = _one(plan, "0.weight")
+    (copied,) = [way for way in found.stored if way.results == ("Replicate()",)]
+    assert copied.communication_us + copied.compute_us < 0 < copied.memory_us
+    words = (
+        r"chosen for its memory; Replicate\(\) would cost 4\.00 KiB more on every rank and .* less"
+    )
+    assert re.match(words, found.reason), found.reason
 
 
 @pytest.mark.parametrize(

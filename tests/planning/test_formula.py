@@ -128,6 +128,77 @@ def test_what_is_picked_by_number_is_a_number(tp: int) -> None:
     assert _same(_assert_exact(found).total, "4*a*b*s*(8*d + 1)" + "/t" * (tp > 1))
 
 
+class _TalkingHeads(nn.Module):
+    """Attention whose scores and weights are mixed between the heads; a head after it, whose
+    softmax is none of attention."""
+
+    def __init__(self, heads: int = 4) -> None:
+        super().__init__()
+        self.heads, self.embed = heads, nn.Embedding(40, 32)
+        self.stem = nn.Conv1d(32, 32, 3, padding=1)
+        self.depthwise = nn.Conv1d(32, 32, 3, padding=1, groups=32)
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+        self.pre, self.post = (nn.Parameter(torch.randn(heads, heads)) for _ in range(2))
+        self.gate, self.pooled, self.classes = nn.Linear(32, 6), nn.Linear(32, 24), nn.Linear(24, 5)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids).transpose(1, 2)
+        x = x + self.depthwise(self.stem(x))
+        x = x.transpose(1, 2)
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.qkv(x).chunk(3, -1)
+        )
+        scores = torch.einsum("hg,bgij->bhij", self.pre, q @ k.transpose(-1, -2))
+        weights = torch.einsum("hg,bgij->bhij", self.post, scores.softmax(-1))
+        x = x + self.out((weights @ v).transpose(1, 2).flatten(2))
+        gates = self.gate(x).softmax(-1).amax(-1, keepdim=True)
+        return self.classes(self.pooled((x * gates).mean(1)).tanh()).square().mean()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_heads_that_are_mixed_are_heads(tp: int) -> None:
+    """Their products with weights hide neither the sequence nor the heads."""
+
+    def planned(heads: int, batch: int, seq: int) -> Plan:
+        ids = torch.zeros(batch, seq, dtype=torch.long)
+        return plan(_TalkingHeads(heads), ((ids,), {}), tp=tp, recompute="none")
+
+    formula = _assert_exact(planned(4, 3, 12))
+    roles = {name: formula.symbols[name].value for name in "bsad"}
+    assert roles == {"b": 3, "s": 12, "a": 4, "d": 8}
+    # No size between is known twice, and a softmax over gates is no attention.
+    others = {size.value for name, size in formula.symbols.items() if name not in {*"bsadt"}}
+    assert others == {32, 24, 6, 5}
+    gates = {name: size.value for name, size in formula.symbols.items() if not size.has_role}
+    assert {*gates.values()} == {6, 5}
+    other = planned(8, 2, 18)
+    sizes = {"b": 2, "s": 18, "a": 8, "d": 4, **gates}
+    assert formula.value(formula.total, **sizes) == other.activation_bytes
+
+
+def test_the_sequence_of_a_model_without_attention_is_that_of_its_ids() -> None:
+    model = nn.Sequential(nn.Embedding(40, 32), nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32))
+    found = plan(model, ((torch.zeros(3, 12, dtype=torch.long),), {}), tp=1, recompute="none")
+    formula = _assert_exact(found)
+    assert (formula.symbols["s"].value, formula.symbols["b"].value) == (12, 3)
+    states = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32))
+    formula = plan(states, ((torch.zeros(3, 12, 32),), {}), tp=1).activation_formula
+    assert formula.symbols["s"].value == 12
+    sound = nn.Sequential(nn.Conv1d(6, 8, 3), nn.GELU(), nn.Conv1d(8, 8, 3))
+    formula = plan(sound, ((torch.zeros(3, 6, 12),), {}), tp=1).activation_formula
+    assert "s" not in formula.symbols  # channels are no sequence
+
+
+def test_the_legend_has_the_symbols_of_the_formulas_alone() -> None:
+    """What the model returns is not counted: its width is in no formula that is shown."""
+    model = nn.Sequential(nn.Linear(32, 40), nn.Tanh())
+    found = plan(model, ((torch.zeros(3, 12, 32),), {}), tp=1, recompute="none")
+    assert 40 in {size.value for size in found.activation_formula.symbols.values()}
+    assert "= 40" not in str(found.activation_formula)
+    assert "h = 32: hidden" in str(_plan("plain", 2, "selective").activation_formula)
+
+
 def test_a_padded_width_is_rounded_up() -> None:
     """Formulas name it by its true size, and hold at another one."""
     odd = {"intermediate_size": 103, "vocab_size": 129}
@@ -165,7 +236,9 @@ COINCIDENCES = {
 }
 OTHER_BATCH, OTHER_SEQ = 4, 24
 # A model for each: all pairs would take a quarter of an hour.
-IN_TURN = zip(("gpt2", "llama", "bert", "vit", "t5", "encoder", "lora"), COINCIDENCES, strict=True)
+IN_TURN = [
+    *zip(("gpt2", "llama", "bert", "vit", "t5", "encoder", "lora"), COINCIDENCES, strict=True)
+]
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,16 @@ from sp_compiler.passes.memory.forward_facts import ForwardFacts
 from sp_compiler.passes.memory.policies import none
 from sp_compiler.passes.memory.recompute_policy import RecomputePolicy, Tag
 
+_CORE = "attention core"
+
 
 def decide(node: Node, facts: ForwardFacts) -> Tag:
     """Recompute the scores, the softmax and everything between, up to the context."""
     # Before the other policy, which would save the scores: backward of softmax and products reads
     # them.
     if node in facts.core:
-        return "recompute", "attention core"
+        return "recompute", _CORE
     return none.decide(node, facts)
 
 
-POLICY = RecomputePolicy(decide, saved_sbh=32)
+POLICY = RecomputePolicy(decide, saved_sbh=32, seeks=_CORE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch.fx import Node
 
 from sp_compiler.ir.op_traits import FUSED_ATTENTION, collective_of, is_dropout_mask
@@ -10,11 +11,13 @@ from sp_compiler.passes.memory.recompute_policy import RecomputePolicy, Tag
 
 
 def decide(node: Node, facts: ForwardFacts) -> Tag:
-    """Save results of linears, reductions over ranks and attention, and stored masks."""
+    """Save results of linears, convolutions, reductions over ranks and attention, and stored
+    masks."""
     if node in facts.core:
         return "recompute", "attention core"
     if node in facts.linears:
-        return "save", "result of a linear"
+        is_convolution = node.target is torch.ops.aten.convolution.default
+        return "save", f"result of a {'convolution' if is_convolution else 'linear'}"
     # A recomputed one would be communicated twice.
     if collective_of(node) in ("reduce_scatter", "all_reduce"):
         return "save", "result of a reduction over ranks"

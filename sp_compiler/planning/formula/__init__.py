@@ -37,6 +37,7 @@ class ActivationFormula:
         total: bytes of the model.
         symbols: meaning of each symbol by name; symbols with ``equal_to`` do not occur in formulas.
         divided: sizes that are divisible by the number of ranks in this program; others are padded.
+        rewritten: symbols with ``equal_to`` of sizes that occur in the saved tensors.
         batch_of_one: whether the example's batch is one, which may be confused with other sizes of
             1.
     """
@@ -47,6 +48,7 @@ class ActivationFormula:
     symbols: Mapping[str, Size]
     divided: tuple[sympy.Expr, ...] = ()
     batch_of_one: bool = False
+    rewritten: frozenset[str] = frozenset()
 
     def value(self, formula: sympy.Expr, **sizes: int) -> int:
         """Return the bytes of ``formula`` at the sizes of this program, except ``sizes``, by
@@ -173,7 +175,11 @@ class ActivationFormula:
     def __str__(self) -> str:
         lines = [f"{name}: {tidy(formula)}" for name, formula in self.blocks.items()]
         lines.append(f"whole model: {tidy(self.total)}")
+        shown = {str(x) for each in (self.total, *self.blocks.values()) for x in each.free_symbols}
+        # Tensors that are not counted, such as returned logits, may have more.
         for name, size in self.symbols.items():
+            if name not in shown and name not in self.rewritten:
+                continue
             written = "" if size.equal_to is None else f", written as {size.equal_to}"
             lines.append(f"  {name} = {size.value}: {size.meaning}{written}")
         return "\n".join(lines)
@@ -225,7 +231,13 @@ def activation_formula(
     total = sympy.expand(sympy.Add(*formulas.terms()))
     sizes = formulas.names.sizes(itertools.chain([total], *tensors.values()))
     formula = ActivationFormula(
-        blocks, tensors, total, sizes, formulas.names.divided(), formulas.has_batch_of_one
+        blocks,
+        tensors,
+        total,
+        sizes,
+        formulas.names.divided(),
+        formulas.has_batch_of_one,
+        frozenset(formulas.names.rewritten),
     )
     # To the byte: a size that was named wrongly cannot stay unseen.
     assert formula.value(total) == memory.kept_bytes, total

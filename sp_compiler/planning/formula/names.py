@@ -39,9 +39,14 @@ class Size:
 
 
 class Names:
-    """Symbols of the unknowns."""
+    """Symbols of the unknowns.
+
+    Attributes:
+        rewritten: names that some formula would have if they were not expressed through others.
+    """
 
     def __init__(self, roles: Sequence[Role], world_size: int) -> None:
+        self.rewritten: set[str] = set()
         self._written: dict[Atom, sympy.Expr] = {}
         self._sizes: dict[str, Size] = {}
         self._regions: dict[str, sympy.Symbol] = {}
@@ -58,7 +63,9 @@ class Names:
         for part in divided(dim):
             self._divided[self.expression(part)] = None
         equal = {symbol_of(n): s.equal_to for n, s in self._sizes.items() if s.equal_to is not None}
-        return expression(dim, self._atom, WORLD).xreplace(equal)
+        written = expression(dim, self._atom, WORLD)
+        self.rewritten.update(str(symbol) for symbol in written.free_symbols if symbol in equal)
+        return written.xreplace(equal)
 
     def divided(self) -> tuple[sympy.Expr, ...]:
         """Sizes that ranks divide evenly."""

@@ -207,6 +207,29 @@ def _product(node: Node, operands: Sequence[Shape]) -> list[Shape]:
     return [(*left[:-1], right[-1])]
 
 
+def _convolved(node: Node, operands: Sequence[Shape]) -> list[Shape]:
+    results, args = _by_rule(node, operands), arguments(node)
+    sizes = zip(
+        args["stride"],
+        args["padding"],
+        args["dilation"],
+        node.args[1].meta["val"].shape[2:],
+        strict=True,
+    )
+    # Padded so that as many positions come out as went in, whatever their number.
+    keeps = [stride == 1 and 2 * pad == gap * (size - 1) for stride, pad, gap, size in sizes]
+    return [
+        (
+            *result[:2],
+            *(
+                a if same else b
+                for a, b, same in zip(operands[0][2:], result[2:], keeps, strict=True)
+            ),
+        )
+        for result in results
+    ]
+
+
 def _lookup(node: Node, operands: Sequence[Shape]) -> list[Shape]:
     weight, ids = operands
     return [(*ids, weight[1])]
@@ -293,6 +316,7 @@ _SPECIAL: dict[Any, Special] = {
     aten.unsqueeze.default: _unsqueezed,
     CONVERT.overload: _converted,
     aten.bmm.default: _product,
+    aten.convolution.default: _convolved,
     aten.embedding.default: _lookup,
     aten.split_with_sizes.default: _split,
     aten.slice.Tensor: _slice,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
 
@@ -32,7 +32,7 @@ _SOFTMAX = (aten._softmax.default, aten._safe_softmax.default)
 _LOSS = (aten._log_softmax.default, VOCAB_NLL.overload)
 
 MEANINGS = {
-    "s": "sequence: rows of attention",
+    "s": "sequence: rows of attention, or of an input of tokens",
     "b": "batch: first dim of the inputs that is not s",
     "h": "hidden: width of what one layer hands to the next",
     "k": "heads of keys and values",
@@ -56,8 +56,12 @@ def find_roles(compiled: CompiledProgram, shapes: Shapes) -> list[Role]:
     """Return the dims of the model that have a role, in the order of :data:`MEANINGS`."""
     # By use, not by position: models take and return batch, sequence and width in any order.
     roles = [Role("h", dim) for dim in _handed_on(compiled, shapes)]
+    linears = _Linears()
     for region in compiled.program.regions:
-        roles += _of_region(compiled, region, shapes)
+        roles += _of_region(compiled, region, shapes, linears)
+    roles += [Role("f", dim) for dim in linears.between()]
+    if not any(role.letter == "s" for role in roles):
+        roles += [Role("s", dim) for dim in _of_tokens(compiled, shapes, linears)]
     sequences = {resolved(role.dim) for role in roles if role.letter == "s"}
     batches = [shape[0] for shape in shapes.inputs.values() if shape]
     roles += [Role("b", dim) for dim in batches if resolved(dim) not in sequences][:1]
@@ -89,15 +93,55 @@ def _handed_on(compiled: CompiledProgram, shapes: Shapes) -> Iterator[Dim]:
     return iter([dim for dim, _ in dims.most_common(1)])
 
 
-def _of_region(compiled: CompiledProgram, region: Region, shapes: Shapes) -> Iterator[Role]:
+@dataclass
+class _Linears:
+    """Widths of what the linears of a model make and read.
+
+    Attributes:
+        made: unknowns in what they make.
+        read: widths of what they read.
+    """
+
+    made: set[Atom] = field(default_factory=set)
+    read: list[Dim] = field(default_factory=list)
+
+    def between(self) -> Iterator[Dim]:
+        """Return the widths that one makes and another reads, maybe in another region."""
+        widths = dict.fromkeys(map(on_all_ranks, self.read))
+        return (dim for dim in widths if self.made.issuperset(unknowns(dim)))
+
+
+def _of_tokens(compiled: CompiledProgram, shapes: Shapes, linears: _Linears) -> Iterator[Dim]:
+    """Return the sequence of an input of tokens: ids (b, s) that are looked up, or (b, s, h) that a
+    linear reads."""
+    widths = set(map(on_all_ranks, linears.read))
+    for shape, node in _inputs(compiled, shapes):
+        looked_up = any(user.target is aten.embedding.default for user in node.users)
+        if (len(shape) == 2 and looked_up) or (
+            len(shape) == 3 and on_all_ranks(shape[-1]) in widths
+        ):
+            yield shape[1]
+            return
+
+
+def _inputs(compiled: CompiledProgram, shapes: Shapes) -> Iterator[tuple[Shape, Node]]:
+    """Return the dims of the user's inputs, and the placeholders that take them."""
+    for call in compiled.program.calls:
+        forward = compiled.regions[call.region.name].partitioned.forward
+        pairs = zip(forward.find_nodes(op="placeholder"), call.args, strict=True)
+        yield from ((shapes.inputs[ref.index], n) for n, ref in pairs if ref.kind == "input")
+
+
+def _of_region(
+    compiled: CompiledProgram, region: Region, shapes: Shapes, linears: _Linears
+) -> Iterator[Role]:
+    """Return the roles that operators of ``region`` show, and add its linears to ``linears``."""
     graph = compiled.regions[region.name].partitioned.forward
     values, params = shapes.values[region.name], _params(graph, region)
 
     def shape(node: Node) -> Shape:
         return values[node.name][0]
 
-    made: set[Atom] = set()  # unknowns in what linears make
-    read: list[Dim] = []
     for node in graph.nodes:
         if node.op != "call_function":
             continue
@@ -105,16 +149,20 @@ def _of_region(compiled: CompiledProgram, region: Region, shapes: Shapes) -> Ite
         factors = matmul_factors(node)
         if node.target in FUSED_ATTENTION:
             yield from _attention(*operands[:3])
-        elif node.target in _SOFTMAX and (queries := _queries(node, params)) is not None:
+        elif node.target in _SOFTMAX and (found := _queries(node, params, shape)) is not None:
+            queries, is_mixed = found
+            attended = _attended(node, params)
             (scores,) = operands
-            # Written out as products of batches, heads stand in one dim with the batch.
-            heads = scores[1:-2] if len(scores) > 3 else (resolved(scores[0])[1:],)
+            heads = _heads(scores)
             rows, width = shape(queries)[-2:]
             # Of a chunk of queries all of them have the role; other slices, such as one of a table
             # of positions, are the sequence themselves.
             rows = uncut(rows) if node.meta.get("chunk") == "part" else rows
-            yield from _core(tuple(chain.from_iterable(heads)), rows, width)
-            if (attended := _attended(node)) is not None:
+            yield from _core(heads, rows, width)
+            # Where weights mix the heads, those of queries and values are dims of their own.
+            mixed = (queries, attended) if is_mixed else ()
+            yield from (Role("a", _heads(shape(each))) for each in mixed if each is not None)
+            if attended is not None:
                 yield Role("d", shape(attended)[-1])
         elif node.target in _LOSS:
             yield Role("v", operands[0][-1])
@@ -123,10 +171,9 @@ def _of_region(compiled: CompiledProgram, region: Region, shapes: Shapes) -> Ite
             yield Role("c", shape(node)[-1])
         elif factors and factors[1] in params:
             # Both ends: what a linear reads is the hidden width as well, unless a linear made it.
-            read.append(shape(factors[0])[-1])
-            made.update(unknowns(shape(node)[-1]))
-    widths = {dim: None for dim in map(on_all_ranks, read) if made.issuperset(unknowns(dim))}
-    yield from (Role("f", dim) for dim in widths)
+            feature = 1 if node.target is aten.convolution.default else -1
+            linears.read.append(shape(factors[0])[feature])
+            linears.made.update(unknowns(shape(node)[feature]))
 
 
 def _params(graph: Graph, region: Region) -> set[Node]:
@@ -157,17 +204,36 @@ def _core(heads: Dim, rows: Dim, width: Dim) -> Iterator[Role]:
     yield Role("d", width)
 
 
-def _attended(softmax: Node) -> Node | None:
+def _attended(softmax: Node, params: set[Node]) -> Node | None:
     """Return the factor that ``softmax`` is multiplied with: the values."""
     for node in reach(softmax.users, users):
-        if factors := matmul_factors(node):
+        factors = matmul_factors(node)
+        # A product with a weight mixes heads, or comes behind the context.
+        if factors and params.isdisjoint(factors):
             return factors[1]
     return None
 
 
-def _queries(softmax: Node, params: set[Node]) -> Node | None:
-    """Return the first factor of the product of two activations to which ``softmax`` is applied."""
+def _queries(
+    softmax: Node, params: set[Node], shape: Callable[[Node], Shape]
+) -> tuple[Node, bool] | None:
+    """Return the first factor of the product of two activations to which ``softmax`` is applied,
+    and whether weights mix the heads between."""
+    is_mixed = False
     for node in reach([softmax.args[0]], operands):
-        if factors := matmul_factors(node):
-            return None if any(factor in params for factor in factors) else factors[0]
+        factors = matmul_factors(node)
+        if factors is None:
+            continue
+        if params.isdisjoint(factors):
+            # A router's weights make its scores of a context, whose columns are a width.
+            same_keys = resolved(shape(node)[-1]) == resolved(shape(softmax)[-1])
+            return (factors[0], is_mixed) if same_keys or not is_mixed else None
+        is_mixed = True
     return None
+
+
+def _heads(shape: Shape) -> Dim:
+    """Return the dims between batch and rows as one."""
+    # Written out as products of batches, heads stand in one dim with the batch.
+    heads = shape[1:-2] if len(shape) > 3 else (resolved(shape[0])[1:],)
+    return tuple(chain.from_iterable(heads))

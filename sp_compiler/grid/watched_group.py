@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sp_compiler.grid.fully_sharded import param_groups
-from sp_compiler.runtime.failures.board import board_of, report_everywhere
+from sp_compiler.runtime.failures.boards import board_of, report_everywhere
 from sp_compiler.runtime.watched_collectives import WatchedCollectives, is_gloo
 
 _NAMES_BEFORE_2_13 = {

@@ -17,6 +17,8 @@ from sp_compiler.base.errors import ArgumentError, CaptureError
 from sp_compiler.base.log import LOG
 from sp_compiler.base.placement import I, Placement
 from sp_compiler.grid.data_parallel import apply_data_parallelism
+from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.module.fixed_parts import refuse_no_parameters, refuse_other_parameters
 from sp_compiler.module.module_tree import MirrorModule
 from sp_compiler.module.outputs import user_outputs
 from sp_compiler.module.parameters import divided, optimizers_of, place
@@ -24,22 +26,26 @@ from sp_compiler.module.state import ModuleState
 from sp_compiler.runtime.executor import Executor
 from sp_compiler.runtime.group import broadcast, broadcast_over_data, forward_seed
 from sp_compiler.runtime.kernels import compile_kernels
+from sp_compiler.runtime.keys.call_key import CallKey, call_key
+from sp_compiler.runtime.keys.differences import differences
 from sp_compiler.runtime.parameter_gradients import local_tensor
-from sp_compiler.runtime.program_cache import CallKey, call_key
 from sp_compiler.runtime.rank_checks import fingerprints
-from sp_compiler.trace.arguments import argument_text
-from sp_compiler.trace.environment import ADVICE, without_saved_tensor_hooks
+from sp_compiler.trace.arguments import about_arguments, argument_text
+from sp_compiler.trace.attributes.reads import AttributeReads, recorded_attributes
+from sp_compiler.trace.environment import without_saved_tensor_hooks
 from sp_compiler.trace.export import input_names
 
 
 def executor_for(state: ModuleState, leaves: list[Any], structure: pytree.TreeSpec) -> Executor:
     """Return the program for these flattened inputs, compiled if necessary, on all ranks alike."""
+    parameters = state.parameters.current()
+    refuse_other_parameters(state.parameters, parameters, divided=state.group.mesh is not None)
     key = call_key(
         state.modules.values(),
-        state.parameters.current(),
+        parameters,
         leaves,
         structure,
-        state.layout.attributes,
+        state.layout.attributes.key(),
         {owner: dtype for owner, (dtype, _) in state.computed_as().items()},
         loss_only=state.loss_only,
     )
@@ -56,6 +62,7 @@ def executor_for(state: ModuleState, leaves: list[Any], structure: pytree.TreeSp
     hooks = state.layout.hooks()
     state.agreement.begin_call(key, leaves, names, compiled=executor is not None, hooks=hooks)
     if executor is None:
+        refuse_no_parameters(state.parameters)
         # Parameters that are placed under inference_mode could never be trained.
         with torch.inference_mode(False), without_saved_tensor_hooks():
             args, kwargs = pytree.tree_unflatten(leaves, structure)
@@ -64,66 +71,60 @@ def executor_for(state: ModuleState, leaves: list[Any], structure: pytree.TreeSp
             arguments = {name: argument_text(value) for name, value in bound.items()}
             open_dims = state.programs.opens(key, leaves)
             if len(state.programs):
-                _say_compiled_again(state, key, arguments, open_dims)
+                padded = state.programs.lacks_sizes(key, leaves)
+                _say_compiled_again(state, key, arguments, open_dims, padded=padded)
             try:
                 executor = _compile(state, leaves, structure, open_dims)
             except CaptureError as error:
-                raise _about_arguments(state, arguments, error) from error.__cause__
-            state.compiled_for = arguments, key.parts()
+                known = state.original.argument_names
+                about = about_arguments(error, arguments, state.compiled_for[0], known)
+                raise about from error.__cause__
+            # Also those that no compilation has read before.
+            key = replace(key, attributes=state.layout.attributes.key())
+            state.compiled_for = arguments, key
+        if not _is_other_rank():
+            inputs = ", ".join(f"{name} {text}" for name, text in arguments.items())
+            state.programs.warn_of_sizes(key, leaves, inputs)
         program = executor.compiled.program
-        if program.decisions:
-            key = replace(key, decisions=tuple(map(str, program.decisions)))
-            state.agreement.require_equal("decides how to go on", key.parts())
+        key = replace(key, decisions=tuple(map(str, program.decisions)))
+        # Nobody knew before what the forward reads.
+        state.agreement.require_equal("has compiled", key.parts())
         state.programs.put(key, executor, program.sizes, program.decisions)
     state.latest = executor.compiled
     return executor
 
 
 def _say_compiled_again(
-    state: ModuleState, key: CallKey, arguments: Mapping[str, str], open_dims: bool
+    state: ModuleState,
+    key: CallKey,
+    arguments: Mapping[str, str],
+    open_dims: bool,
+    *,
+    padded: bool,
 ) -> None:
     """Say, on rank 0, what a module that ran before is compiled again for: it takes seconds, or
-    minutes, inside a training step."""
-    if dist.is_initialized() and dist.get_rank():
+    minutes, inside a training step.
+
+    ``padded``: whether padding to one size would avoid it.
+    """
+    if _is_other_rank():
         return
-    latest, facts = state.compiled_for
+    latest, old = state.compiled_for
     changed = [f"{name} {text}" for name, text in arguments.items() if latest.get(name) != text]
-    # What is in the structure has been said of the arguments.
-    parts = {name: text for name, text in key.parts().items() if name != "structure"}
-    changed += [
-        f"{name}: {text}" if len(text) < 20 else f"other {name}"
-        for name, text in parts.items()
-        if facts.get(name) != text
-    ]
+    if old is not None:
+        before = state.layout.attributes.text_before
+        changed += differences(old, key, state.modules, state.parameters, before)
     how = ""
     if open_dims:
         how = ", once for all other sizes: it takes about five times as long as the first time"
-    if state.programs.has_other_sizes(key):
+    if padded:
         how += "; inputs padded to one size avoid it"
     model = type(state.original.model).__name__
     LOG.warning("%s is compiled again for %s%s", model, ", ".join(changed) or "these inputs", how)
 
 
-def _about_arguments(
-    state: ModuleState, arguments: Mapping[str, str], error: CaptureError
-) -> CaptureError:
-    """Return ``error`` with the arguments that forward does not name, and what distinguishes the
-    call from the one that was compiled last."""
-    latest, _ = state.compiled_for
-    unnamed = [name for name in arguments if name not in state.original.argument_names]
-    differences = [
-        f"{name} is {text}, and was {latest.get(name, 'not given')}"
-        for name, text in arguments.items()
-        if latest and latest.get(name) != text
-    ]
-    said, _, rest = f"{error}\n".partition(f"  {ADVICE}")
-    said, rest = said.rstrip(), rest.rstrip()
-    if unnamed:
-        said += f"\n  arguments that forward takes under any name: {', '.join(unnamed)}"
-    if differences:
-        said += f"\n  compiled for other arguments: {'; '.join(differences)}"
-        rest = f"pass arguments as in the call before; if these are meant, {rest}"
-    return CaptureError(f"{said}\n  {ADVICE}{rest}" if rest else said)
+def _is_other_rank() -> bool:
+    return dist.is_initialized() and dist.get_rank() > 0
 
 
 def shard_over_data(state: ModuleState) -> None:
@@ -280,7 +281,9 @@ def _compile(
     with state.original.awake(state.root, state.computed_as(), state.absent_dtype) as model:
         if state.fixed is None:
             _refuse_empty(state, leaves, input_names(model, args, kwargs))
-        compiled = state.build(model, args, kwargs, state.fixed, open_dims)
+        with recorded_attributes(model) as reads:
+            compiled = state.build(model, args, kwargs, state.fixed, open_dims)
+        _note_attributes(state, reads, compiled)
     experts = frozenset(map(compiled.param_name, compiled.program.experts))
     _place(state, compiled.param_placements, experts)
     blocks = frozenset(call.path for call in compiled.program.calls if call.path)
@@ -291,6 +294,16 @@ def _compile(
         if isinstance(module, MirrorModule):
             module.require_runnable_hooks()
     return state.executor(compiled)
+
+
+def _note_attributes(state: ModuleState, reads: AttributeReads, compiled: CompiledProgram) -> None:
+    """Make what a compilation read of the model's modules part of the keys of calls."""
+    # By the mirror's paths, under which the user sets attributes: a module may have several.
+    mirrors = [m for m in state.root.modules() if isinstance(m, MirrorModule)]
+    attributes = state.layout.attributes
+    attributes.read({m._sp_path: reads.of(m._sp_original) for m in mirrors})
+    paths = {path: vars(module)["_sp_path"] for path, module in state.modules.items()}
+    attributes.store((paths[each.path], each.name) for each in compiled.program.stored)
 
 
 def _refuse_optimizer_state(state: ModuleState) -> None:

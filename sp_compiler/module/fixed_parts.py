@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from sp_compiler.base.errors import UnsupportedError
 
@@ -69,6 +71,52 @@ class FixedContainer:
         return (
             nn.Sequential(*modules) if isinstance(self, nn.Sequential) else nn.ModuleList(modules)
         )
+
+
+def refuse_other_parameters(
+    named: Mapping[str, Tensor], current: Sequence[Tensor], *, divided: bool
+) -> None:
+    """Raise an error if a call is to compute with other tensors than the module's parameters.
+
+    Args:
+        named: the parameters by name.
+        current: the same, in order.
+        divided: whether ranks have parts of them.
+
+    Raises:
+        UnsupportedError: names the first of them.
+    """
+    kinds = set(map(type, current))
+    # Every call asks, and models have hundreds: by their few types.
+    if any(_is_other(kind, divided=divided) for kind in kinds):
+        others = (n for n, value in named.items() if _is_other(type(value), divided=divided))
+        _refuse_parameter(next(others))
+
+
+def _is_other(kind: type[Tensor], *, divided: bool) -> bool:
+    return not issubclass(kind, DTensor) if divided else kind is Tensor
+
+
+def refuse_no_parameters(named: Mapping[str, Tensor]) -> None:
+    """Raise an error if a program is to be compiled for tensors in place of parameters.
+
+    Raises:
+        UnsupportedError: names the first of them.
+    """
+    for name, value in named.items():
+        # Of the right type, such as those of state_dict().
+        if not isinstance(value, nn.Parameter):
+            _refuse_parameter(name)
+
+
+def _refuse_parameter(name: str) -> NoReturn:
+    raise UnsupportedError(
+        f"another tensor stands in place of parameter {name!r} (torch.func.functional_call): a "
+        "compiled module computes with its own parameters, which are divided over the ranks, and "
+        "writes their gradients into .grad. Load other weights with module.load_state_dict(state), "
+        "keep several in copies (copy.deepcopy(module)), or use functional_call on the original "
+        "model"
+    )
 
 
 def refuse_change(original: nn.Module, name: str) -> None:

@@ -24,7 +24,7 @@ from sp_compiler.module.parameters import (
     to_true_chunk,
 )
 from sp_compiler.runtime.group import TensorParallelGroup
-from sp_compiler.runtime.program_cache import Constant
+from sp_compiler.runtime.keys.set_attributes import SetAttributes
 from sp_compiler.runtime.reductions import DeferredGradients
 
 # Left by ``fully_shard`` on each module for torch.compile; no forward of a model reads them.
@@ -38,7 +38,7 @@ class Layout:
         group: the ranks they are stored over.
         placements: name of every placed parameter to its placement.
         blocks: paths of the modules that run as blocks; ``None`` before compilation.
-        attributes: (path, name) to value of attributes that were set on the model's modules since.
+        attributes: those that were set on the model's modules since.
         num_hooks: number of forward pre-hooks registered on modules, as ``fully_shard`` does.
         calls_root: whether the root module is called; a pipeline calls stages instead.
         deferred: pending gradients under ``no_sync``.
@@ -49,7 +49,7 @@ class Layout:
         self.group = group
         self.placements: dict[str, Placement] = {}
         self.blocks: frozenset[str] | None = None
-        self.attributes: dict[tuple[str, str], Constant] = {}
+        self.attributes = SetAttributes()
         self.num_hooks = 0
         self.calls_root = True
         self.deferred = DeferredGradients()
@@ -133,8 +133,8 @@ class MirrorModule(HookedModule, nn.Module):
         if isinstance(value, nn.Parameter) or name in self._parameters:
             self._check_parameter(name, value)
             return super().__setattr__(name, value)
-        # Part of the cache key from now on: forward may branch on it.
-        self._sp_layout.attributes[self._sp_path, name] = Constant(value)
+        # Part of the cache key from now on, if forward reads it: it may branch on it.
+        self._sp_layout.attributes.set(self._sp_path, original, name, value)
         return setattr(original, name, value)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:

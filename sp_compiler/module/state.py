@@ -23,8 +23,9 @@ from sp_compiler.module.source_model import Original
 from sp_compiler.module.views import NamedTensors
 from sp_compiler.runtime.executor import Executor
 from sp_compiler.runtime.group import TensorParallelGroup
+from sp_compiler.runtime.keys.call_key import CallKey
 from sp_compiler.runtime.parameter_gradients import local_tensor
-from sp_compiler.runtime.program_cache import CallKey, ProgramCache
+from sp_compiler.runtime.program_cache import ProgramCache
 from sp_compiler.runtime.rank_checks import RankAgreement
 from sp_compiler.runtime.reductions import DeferredGradients, reduce_gradients
 from sp_compiler.runtime.weight_gradients import WeightGradients
@@ -62,7 +63,7 @@ class ModuleState:
         fixed: placements of all parameters that a program uses; ``None`` before the first one.
         latest: the last program that ran or was compiled.
         latest_key: key of the last call, without decisions.
-        compiled_for: arguments and other facts of the last call that was compiled, as text by name.
+        compiled_for: arguments of the last call that was compiled, as text by name, and its key.
         has_data: whether no parameter or buffer was on the meta device at the last check.
     """
 
@@ -101,7 +102,7 @@ class ModuleState:
         self.fixed: dict[str, Placement] | None = None
         self.latest: CompiledProgram | None = None
         self.latest_key: CallKey | None = None
-        self.compiled_for: tuple[Mapping[str, str], Mapping[str, str]] = {}, {}
+        self.compiled_for: tuple[Mapping[str, str], CallKey | None] = {}, None
         self.has_data = False
 
     @property

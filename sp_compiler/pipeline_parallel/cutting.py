@@ -25,7 +25,7 @@ from sp_compiler.pipeline_parallel.microbatch_recompute import Places
 from sp_compiler.pipeline_parallel.stage_memory import StageMemory
 from sp_compiler.planning.data import CallPlan, ParameterSize
 from sp_compiler.solve.pipeline_cut import fastest_cut, least_largest
-from sp_compiler.trace.attribute_changes import watched_state
+from sp_compiler.trace.attributes.changes import watched_state
 from sp_compiler.trace.environment import export_context
 
 

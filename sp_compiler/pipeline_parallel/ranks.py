@@ -16,7 +16,7 @@ from sp_compiler.module.state import ModuleState
 from sp_compiler.ops.counter import call_seed, draw_seed
 from sp_compiler.pipeline_parallel.axes import PipelineAxis
 from sp_compiler.runtime.group import broadcast, on_device
-from sp_compiler.runtime.program_cache import call_key
+from sp_compiler.runtime.keys.call_key import call_key
 from sp_compiler.runtime.rank_checks import RankAgreement
 
 Weigh = Callable[..., Tensor | float]

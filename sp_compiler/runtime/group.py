@@ -23,7 +23,8 @@ from sp_compiler.ops.communicator import (
     FunctionalCollectives,
 )
 from sp_compiler.ops.counter import call_seed, draw_seed
-from sp_compiler.runtime.failures.board import FailureBoard, failure_board
+from sp_compiler.runtime.failures.board import FailureBoard
+from sp_compiler.runtime.failures.boards import failure_board
 from sp_compiler.runtime.mesh_axes import (
     AXIS,
     EXPERT_AXIS,

@@ -6,9 +6,10 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import textwrap
 import zlib
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,13 +21,15 @@ from sp_compiler.base.errors import RankMismatchError
 from sp_compiler.runtime.failures.board import FailureBoard
 from sp_compiler.runtime.fingerprints import combined, fingerprint, leading_digest, strided
 from sp_compiler.runtime.group import TensorParallelGroup, on_device
-from sp_compiler.runtime.program_cache import CallKey
+from sp_compiler.runtime.keys.call_key import CallKey, leaf_text
 from sp_compiler.runtime.watched_collectives import outside_modes
 
 # Mistakes of data loading show at once; what begins later (a loader that drifts) is found soon.
 _FIRST_CALLS = 3
 _EVERY = 16
 _REMEMBERED_KEYS = 64
+_CALL = "call"
+_INPUT = "input "
 
 
 def checks_enabled() -> bool:
@@ -69,8 +72,6 @@ class RankAgreement:
                 self._names[board] = f"{kind} {board.num_users[kind]}"
                 board.num_users[kind] += 1
         self._options = dict(options or {})
-        # By group: ranks that read other data may compile more often than these.
-        self._num_meetings: Counter[str] = Counter()
         self._kinds: OrderedDict[tuple[CallKey, str], _Kind] = OrderedDict()
         self._comparisons: list[_RankComparison] = []
 
@@ -179,14 +180,12 @@ class RankAgreement:
         return [text] if board is None else self._exchange(board, purpose, text)
 
     def _meet(self, board: FailureBoard, purpose: str, facts: Mapping[str, str], rule: str) -> None:
-        ranks = self._exchange(board, purpose, json.dumps({"call": purpose, **facts}))
+        ranks = self._exchange(board, purpose, json.dumps({_CALL: purpose, **facts}))
         if len(set(ranks)) > 1:
             raise _mismatch([json.loads(text) for text in ranks], f"{board.kind}, {rule}")
 
     def _exchange(self, board: FailureBoard, purpose: str, text: str) -> list[str]:
-        self._num_meetings[board.kind] += 1
-        meeting = f"meetings/{self._names[board]}/{self._num_meetings[board.kind]}"
-        return board.exchange(meeting, text, purpose, self._group.timeout)
+        return board.exchange(self._names[board], text, purpose, self._group.timeout)
 
     def _gather_on_host(
         self,
@@ -334,26 +333,45 @@ def _inputs(
     remaining = iter(numbers)
     by_leaf = itertools.zip_longest(names, described, leaves, digests)
     for name, text, leaf, digest in by_leaf:
-        facts[f"input {name!r}"] = str(text)
+        facts[f"{_INPUT}{name}"] = leaf_text(text)
         number = next(remaining, "") if isinstance(leaf, Tensor) and not leaf.is_meta else ""
         if not number and digest is not None:
             number = f"{digest:08x}"
         if number:
-            few = strided(leaf).reshape(-1)[:4].tolist()
-            facts[f"input {name!r}"] += f" values {number} {few}..."
+            few = ", ".join(f"{value:.6g}" for value in strided(leaf).reshape(-1)[:4].tolist())
+            facts[f"{_INPUT}{name}"] += f"; first values {few}, ...{_digest(number)}"
     return facts
 
 
 _SAME_BATCH = (
-    "which must get the same inputs, in the same mode, start with the same weights and compile "
-    "with the same options (data is divided over other mesh axes only: a DistributedSampler over "
-    "all ranks is wrong here, give it the numbers of sp_compiler.data_shard(mesh)), also for a "
-    "validation that only one of them prints"
+    "which must all make the same calls with the same inputs, mode, weights and options (a "
+    "DistributedSampler gets the numbers of sp_compiler.data_shard(mesh))"
 )
 _SAME_MODEL = (
     "which must start with the same weights and place them in the same way: build the model from "
     "the same seed or files on all ranks, or pass initial_weights='broadcast'"
 )
+
+
+def _digest(number: str) -> str:
+    """Return the part of a fact that tells values apart where their beginnings are equal."""
+    return f" (digest of all {number})"
+
+
+_DIGEST = re.compile(re.escape(_digest("")).replace(r"\)", r"[0-9a-f]+\)"))
+
+
+def _lines(name: str, holders: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return a line for each value of a fact, with the ranks that have it."""
+    shown = {value: _DIGEST.sub("", value) for value in holders}
+    if len(set(shown.values())) < len(shown):
+        shown = {value: value for value in holders}
+    # What a rank comes for is a verb phrase.
+    before = " " if name == _CALL else f": {name.removeprefix(_INPUT)}: "
+    return [
+        f"  rank {', '.join(who)}{before}{textwrap.shorten(shown[value], 500)}"
+        for value, who in holders.items()
+    ]
 
 
 def _mismatch(ranks: Sequence[Mapping[str, str]], where: str) -> RankMismatchError:
@@ -365,10 +383,7 @@ def _mismatch(ranks: Sequence[Mapping[str, str]], where: str) -> RankMismatchErr
             holders.setdefault(facts.get(name, "none"), []).append(str(rank))
         if len(holders) > 1:
             names.append(name)
-            lines += [
-                f"  rank {', '.join(who)}: {name}={textwrap.shorten(value, 500)}"
-                for value, who in holders.items()
-            ]
+            lines += _lines(name, holders)
     shown = f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
     return RankMismatchError(
         f"{shown} differ{'s' if len(names) == 1 else ''} between the ranks of one {where}:\n"

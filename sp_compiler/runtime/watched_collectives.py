@@ -185,7 +185,13 @@ class WatchedCollectives(FunctionalCollectives):
         return arrive
 
     def begin(self) -> None:
-        """Count the collective that starts next."""
+        """Count the collective that starts next.
+
+        Raises:
+            RankFailureError: the group is unusable after a failure.
+        """
+        # Its number would be one of those before the failure, and its wait would raise that again.
+        self._board.begin_anew(self._timeout)
         before, self._board.before_next = self._board.before_next, None
         if before is not None:
             before()

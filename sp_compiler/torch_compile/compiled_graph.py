@@ -16,7 +16,8 @@ from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.runtime.executor import Executor
 from sp_compiler.runtime.group import TensorParallelGroup, forward_seed
 from sp_compiler.runtime.kernels import compile_kernels
-from sp_compiler.runtime.program_cache import CallKey, ProgramCache, call_key
+from sp_compiler.runtime.keys.call_key import CallKey, call_key
+from sp_compiler.runtime.program_cache import ProgramCache
 from sp_compiler.runtime.rank_checks import RankAgreement, fingerprints
 from sp_compiler.torch_compile.dynamo_graph import BoundInputs, DynamoGraph
 from sp_compiler.torch_compile.full_parameters import local_parameters

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from sp_compiler.base.errors import ArgumentError
+from sp_compiler.base.errors import ArgumentError, CaptureError
+from sp_compiler.trace.environment import ADVICE
 
 ExampleInputs = tuple[tuple[Any, ...], Mapping[str, Any]]
 """Positional and keyword arguments of a call of the model."""
@@ -99,3 +100,33 @@ def _text(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_text, value))}]"
     return repr(value) if isinstance(value, (type(None), int, float, str)) else type(value).__name__
+
+
+def about_arguments(
+    error: CaptureError,
+    arguments: Mapping[str, str],
+    latest: Mapping[str, str],
+    known: Collection[str],
+) -> CaptureError:
+    """Return ``error`` with what there is to say of the call's arguments.
+
+    Args:
+        error: of the capture.
+        arguments: name to text of the arguments.
+        latest: those of the call that was compiled last; empty if there is none.
+        known: names in the signature of the model's forward.
+    """
+    unnamed = [name for name in arguments if name not in known]
+    differences = [
+        f"{name} is {text}, and was {latest.get(name, 'not given')}"
+        for name, text in arguments.items()
+        if latest and latest.get(name) != text
+    ]
+    said, _, rest = f"{error}\n".partition(f"  {ADVICE}")
+    said, rest = said.rstrip(), rest.rstrip()
+    if unnamed:
+        said += f"\n  arguments that forward takes under any name: {', '.join(unnamed)}"
+    if differences:
+        said += f"\n  compiled for other arguments: {'; '.join(differences)}"
+        rest = f"pass arguments as in the call before; if these are meant, {rest}"
+    return CaptureError(f"{said}\n  {ADVICE}{rest}" if rest else said)

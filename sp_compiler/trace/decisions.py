@@ -29,7 +29,7 @@ from sp_compiler.base.decisions import Decision, read
 from sp_compiler.base.errors import CaptureError
 from sp_compiler.base.warn import user_line
 from sp_compiler.ir.program import Ref
-from sp_compiler.trace.attribute_changes import replaced_forward
+from sp_compiler.trace.attributes.changes import replaced_forward
 from sp_compiler.trace.tracer_patches import warned_of_symbols_in_text
 
 _CASTS: dict[object, Callable[[Any], Any]] = {

@@ -21,7 +21,7 @@ from sp_compiler.base.autocast import explicit_einsum
 from sp_compiler.base.errors import CaptureError, UnsupportedError
 from sp_compiler.base.stored_attributes import Stored
 from sp_compiler.base.warn import in_library, warn
-from sp_compiler.trace.attribute_changes import Settled
+from sp_compiler.trace.attributes.changes import Settled
 from sp_compiler.trace.autograd_functions import FunctionCall, recorded_functions
 from sp_compiler.trace.decisions import Reads, is_data_dependent
 from sp_compiler.trace.tracer_patches import buffer_hooks_restored, fix_states_of_lstms

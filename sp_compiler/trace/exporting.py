@@ -15,7 +15,7 @@ from torch.fx import Graph
 from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.ir.fx import arguments, calls
 from sp_compiler.ir.rewriting import fake_mode_of
-from sp_compiler.trace.attribute_changes import (
+from sp_compiler.trace.attributes.changes import (
     Changes,
     Key,
     Settled,

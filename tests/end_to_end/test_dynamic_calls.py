@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils._sympy.value_ranges import ValueRanges
 
 import sp_compiler
-from sp_compiler.runtime.program_cache import ProgramCache, call_key
+from sp_compiler.runtime.keys.call_key import call_key
+from sp_compiler.runtime.program_cache import ProgramCache
 from tests.helpers import users
 from tests.helpers.open_sizes import open_program
 from tests.helpers.ranks import run_on_ranks
@@ -179,8 +180,20 @@ def test_a_model_that_cannot_help_it_is_compiled_for_fixed_sizes_in_the_end() ->
     assert cache.opens(keys[1], [])
     for number in range(1, 5):
         cache.put(keys[number], number, _Never())  # type: ignore[arg-type]
-        with pytest.warns(UserWarning, match=f"{number + 2} programs now .* never"):
-            assert cache.opens(keys[number + 1], []) == (number < 4)
+        assert cache.opens(keys[number + 1], []) == (number < 4)
+        with pytest.warns(UserWarning, match=rf"{number + 2} programs now .* \(x \(9,\)\).* never"):
+            cache.warn_of_sizes(keys[number + 1], [], "x (9,)")
+
+
+def test_a_call_that_fails_is_not_said_to_be_compiled_again() -> None:
+    """Its own error is what the user has to read."""
+    module, _ = _twice(Branching)
+    for seq in (4, 5):
+        module(users.batch(2, seq), torch.zeros(2, seq, 3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(sp_compiler.CaptureError, match="Mismatching argument"):
+            module(users.batch(2, 10), torch.zeros(3, 10, 3))
 
 
 class _Never:

@@ -52,11 +52,11 @@ def test_a_later_call_says_what_it_compiles_for(
     sizes = "input float32 (6, 8), once for all other sizes: it takes about five times as long"
     padded = " as the first time; inputs padded to one size avoid it"
     module.eval()(torch.randn(6, 8))
-    mode = "modules in training mode: none"
+    mode = "eval()"
     for parameter in module.parameters():
         parameter.requires_grad_(False)
     module(torch.randn(6, 8))
-    frozen = "requires_grad of parameters: none"
+    frozen = "requires_grad of no parameter"
     changes = (sizes + padded, mode, frozen)
     said = [f"Sequential is compiled again for {what}" for what in changes]
     assert caplog.messages == said

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from sp_compiler import RankFailureError, RankMismatchError
+from sp_compiler.runtime.failures import board
 from sp_compiler.runtime.failures.board import FailureBoard
+
+_PATIENCE = timedelta(seconds=20)
 
 
 @pytest.fixture
@@ -18,10 +29,10 @@ def reported(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
 
 
 def test_the_early_end_of_a_checkpoint_is_no_failure(reported: list[BaseException]) -> None:
-    board = FailureBoard.__new__(FailureBoard)
+    silent = FailureBoard.__new__(FailureBoard)
 
     def call(x: Tensor) -> Tensor:
-        with board.reporting():
+        with silent.reporting():
             return x.sin().exp() + 1
 
     x = torch.randn(3, requires_grad=True)
@@ -31,7 +42,70 @@ def test_the_early_end_of_a_checkpoint_is_no_failure(reported: list[BaseExceptio
 
 
 def test_an_error_is_a_failure(reported: list[BaseException]) -> None:
-    board = FailureBoard.__new__(FailureBoard)
-    with pytest.raises(ZeroDivisionError), board.reporting():
+    silent = FailureBoard.__new__(FailureBoard)
+    with pytest.raises(ZeroDivisionError), silent.reporting():
         raise ZeroDivisionError
     assert [type(error) for error in reported] == [ZeroDivisionError]
+
+
+@pytest.fixture
+def boards(monkeypatch: pytest.MonkeyPatch) -> list[FailureBoard]:
+    """The boards of two ranks, which are threads here."""
+    store = dist.HashStore()
+    monkeypatch.setattr(board.dist, "get_rank", lambda group: group.rank)
+    monkeypatch.setattr(board.dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(board, "_get_process_group_store", lambda group: store)
+    return _on_ranks(
+        lambda rank: FailureBoard(SimpleNamespace(rank=rank), "group of two", _PATIENCE)  # type: ignore[arg-type]
+    )
+
+
+def _on_ranks(call: Callable[[int], Any]) -> list[Any]:
+    """What each of two ranks returns, or the error that it raises."""
+
+    def of(rank: int) -> Any:
+        try:
+            return call(rank)
+        except (ValueError, RankFailureError, RankMismatchError) as error:
+            return error
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(of, range(2)))
+
+
+def test_an_error_that_all_ranks_raised_is_over(boards: list[FailureBoard]) -> None:
+    """What comes next is compared afresh: with no earlier error, nor what a rank came for then."""
+
+    def fails(rank: int) -> None:
+        with boards[rank].reporting():
+            if rank == 0:
+                boards[0].exchange("module 0", "saves", "saves", timedelta(seconds=0.2))
+            raise ValueError(f"mistake of rank {rank}")
+
+    def exchanges(rank: int) -> list[str]:
+        return boards[rank].exchange("module 0", f"of {rank}", "compares", _PATIENCE)
+
+    for _ in range(2):
+        first, second = _on_ranks(fails)
+        assert isinstance(first, (RankFailureError, RankMismatchError))
+        assert str(second) == "mistake of rank 1"
+        assert _on_ranks(exchanges) == [["of 0", "of 1"]] * 2
+
+
+def test_an_error_of_one_rank_alone_is_not_over(boards: list[FailureBoard]) -> None:
+    boards[1].report(ValueError("a mistake"))
+    said = _on_ranks(lambda rank: boards[rank].exchange("x", "", "comes", timedelta(seconds=0.7)))
+    assert "rank 1 of the group of two failed: ValueError: a mistake" in str(said[0])
+    assert "rank 1 failed and rank 0 did not" in str(said[1])
+
+
+def test_a_broken_connection_is_said_without_the_wishes_of_gloo() -> None:
+    quiet = FailureBoard.__new__(FailureBoard)
+    quiet.kind, quiet.raise_if_failed = "group", lambda: (_ for _ in ()).throw(RuntimeError)  # type: ignore[method-assign]
+    text = (
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer "
+        "[127.0.0.1]:11171. This is typically caused by a remote worker crashing. GLHF!"
+    )
+    assert str(quiet.lost(RuntimeError(text))).endswith(
+        "was destroyed (Connection closed by peer [127.0.0.1]:11171)"
+    )

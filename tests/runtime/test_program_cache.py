@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from sp_compiler.runtime import program_cache
-from sp_compiler.runtime.program_cache import CallKey, Constant, ProgramCache, call_key
+from sp_compiler.runtime.keys.call_key import CallKey, Constant, call_key
+from sp_compiler.runtime.program_cache import ProgramCache
 from sp_compiler.trace.export import flatten_inputs
 
 _IDS = torch.zeros(2, 3, dtype=torch.int64)

@@ -29,6 +29,7 @@ from tests.helpers.users import (
     compiled,
     gradients,
     net,
+    num_compiled,
     prepared,
 )
 
@@ -254,3 +255,28 @@ def test_what_others_have_wrapped(wrap: Any, said: str) -> None:
     ):
         with pytest.raises(ArgumentError, match=said):
             refuse(wrap(net()))
+
+
+def _stateless(module: Any, parameters: Any) -> Any:
+    return torch.func.functional_call(module, parameters, (batch(),))
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_a_call_with_other_parameters_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    """It would compute with whole tensors by code for parts, or leave them without gradients."""
+    divided = sp_compiler.compile(net(), tp=2, example_inputs=((batch(),), {}))
+    whole = prepared()
+    for module, parameters in (
+        (divided, dict(net().named_parameters())),
+        (divided, net().state_dict()),
+        (divided, divided.state_dict()),
+        (whole, net().state_dict()),
+    ):
+        with pytest.raises(
+            UnsupportedError, match=r"in place of parameter 'blocks.*load_state_dict"
+        ):
+            _stateless(module, parameters)
+        assert num_compiled(module) == 1
+    assert not any("compiled again" in text for text in caplog.messages)
+    own = _stateless(whole, dict(whole.named_parameters()))
+    torch.testing.assert_close(own["loss"], net()(batch())["loss"])

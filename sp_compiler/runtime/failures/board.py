@@ -12,29 +12,20 @@ Without failures nothing is written or read: a wait shorter than that costs noth
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
-import sys
+import re
 import time
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
-from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 from torch.utils.checkpoint import _StopRecomputationError
 
 from sp_compiler.base.errors import RankFailureError, RankMismatchError
 from sp_compiler.runtime.failures.fresh_store import agreed_store
-from sp_compiler.runtime.parameter_gradients import refuse_as_inputs
 
 LOOK_EVERY = timedelta(seconds=0.5)
 # Ranks that wait for different things this long will wait for ever. Shorter could be the moment
@@ -79,6 +70,7 @@ class FailureBoard:
         self.trains = False
         self.before_next: Callable[[], None] | None = None
         self.num_users: Counter[str] = Counter()
+        self._num_exchanges: Counter[str] = Counter()
         self._round = 0
         self._failed = False
         self._broken: str | None = None
@@ -129,6 +121,14 @@ class FailureBoard:
             RankFailureError: another rank failed at another point, or did not fail.
         """
         self.report_unfinished_step()
+        self.begin_anew(timeout)
+
+    def begin_anew(self, timeout: timedelta) -> None:
+        """Begin a new round if this rank has failed in the current one: its error was raised.
+
+        Raises:
+            RankFailureError: as :meth:`require_usable`.
+        """
         if self._broken is None and self._failed:
             self._broken = self._unusable(timeout)
         if self._broken is not None:
@@ -155,14 +155,22 @@ class FailureBoard:
             pass
         return RankFailureError(
             f"a rank of the {self.kind} is gone: its process has ended, or its process group was "
-            f"destroyed ({error})"
+            f"destroyed ({_of_gloo(error)})"
         )
 
     def exchange(self, name: str, text: str, purpose: str, timeout: timedelta) -> list[str]:
-        """Return the texts of all ranks under ``name``, which is used once; wait until all have
-        come."""
-        self.store.set(f"{name}/{self.rank}", text)
-        keys = [f"{name}/{rank}" for rank in range(self.world_size)]
+        """Return the texts of all ranks that come for the same exchange under ``name``; wait for
+        them.
+
+        Raises:
+            RankFailureError, RankMismatchError: a rank failed, or does not come.
+        """
+        # Of an error that all ranks have raised before, nobody is to be told again.
+        self.begin_anew(timeout)
+        self._num_exchanges[name] += 1
+        here = f"exchanges/{self._round}/{name}/{self._num_exchanges[name]}"
+        keys = [f"{here}/{rank}" for rank in range(self.world_size)]
+        self.store.set(keys[self.rank], text)
         pause_s = 0.001
         with contextlib.closing(RankWait(self, purpose, -1, timeout)) as wait:
             while not self.store.check(keys):
@@ -198,6 +206,8 @@ class FailureBoard:
             )
         self._round += 1
         self._failed = False
+        # A rank may have come for an exchange that another one never came for.
+        self._num_exchanges.clear()
         return None
 
     def _record(self, rank: int) -> dict[str, Any]:
@@ -288,98 +298,7 @@ def _listed(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-_BOARDS: weakref.WeakKeyDictionary[dist.ProcessGroup, FailureBoard] = weakref.WeakKeyDictionary()
-
-
-def failure_board(process_group: dist.ProcessGroup, kind: str, timeout: timedelta) -> FailureBoard:
-    """Return the board of the group, the same for all modules that run in it.
-
-    Raises:
-        RankMismatchError: at the first call, not all ranks of the group come in time.
-    """
-    _watch_process()
-    if process_group not in _BOARDS:
-        _BOARDS[process_group] = FailureBoard(process_group, kind, timeout)
-    board = _BOARDS[process_group]
-    board.timeout = timeout
-    return board
-
-
-def board_of(process_group: dist.ProcessGroup) -> FailureBoard | None:
-    """Return the board of the group, ``None`` if there is none."""
-    return _BOARDS.get(process_group)
-
-
-def report_everywhere(error: BaseException) -> None:
-    """Report ``error``, with which this process stops, to the ranks of all its groups."""
-    for board in list(_BOARDS.values()):
-        board.report(error)
-
-
-@functools.cache
-def _watch_process() -> None:
-    """Report errors of this process outside of calls: in backward, in an optimizer, uncaught
-    ones."""
-    # Hooks and the user's own functions raise through the engine, past all code of ours.
-    run_backward = torch.autograd._engine_run_backward
-    torch.autograd._engine_run_backward = _reported(run_backward)
-
-    def begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        # Parameters of the user's own concern no group; a closure calls the module within the step.
-        if args[1:] or kwargs or not any(isinstance(p, DTensor) for p in parameters):
-            return
-        for board in _BOARDS.values():
-            board.unfinished_step = type(optimizer).__name__
-
-    def end(*_: Any) -> None:
-        for board in _BOARDS.values():
-            board.unfinished_step = None
-
-    register_optimizer_step_pre_hook(begin)
-    register_optimizer_step_post_hook(end)
-    show = sys.excepthook
-
-    def excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        report_everywhere(error)
-        show(kind, error, trace)
-
-    sys.excepthook = excepthook
-
-
-# By name: the modules of these autograd functions stand behind this one in the order of imports.
-_OURS = {"RegionFunctionBackward", "ReplicateParametersBackward"}
-
-
-def _reported(run_backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``run_backward`` that reports its errors to the boards if it runs a module's
-    backward."""
-
-    @functools.wraps(run_backward)
-    def reported(
-        tensors: Any, grads: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        refuse_as_inputs(inputs)
-        try:
-            return run_backward(tensors, grads, retain, create, inputs, *args, **kwargs)
-        except BaseException as error:
-            if _runs_compiled_code(tensors):
-                for board in list(_BOARDS.values()):
-                    if board.trains:
-                        board.report(error)
-            raise
-
-    return reported
-
-
-def _runs_compiled_code(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether a region computed ``tensors``: other ranks may wait for its collectives."""
-    pending = [tensor.grad_fn for tensor in tensors if isinstance(tensor, torch.Tensor)]
-    seen = set(pending)
-    for node in pending:  # which grows
-        if type(node).__name__ in _OURS:
-            return True
-        following = [after for after, _ in getattr(node, "next_functions", ()) if after not in seen]
-        seen.update(following)
-        pending += following
-    return False
+def _of_gloo(error: Exception) -> str:
+    """Return what gloo says of a connection, without its own source line and its wishes."""
+    said, _, _ = re.sub(r"^\[[^\]]*gloo/transport[^\]]*\] ", "", str(error)).partition(". This is ")
+    return said

@@ -1,0 +1,92 @@
+"""Attributes that a user set on the modules of a compiled model, as part of the key of a call."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from sp_compiler.runtime.keys.call_key import Attribute, Constant
+
+_ABSENT = object()
+
+
+class SetAttributes:
+    """Attributes that were set since the compilation, and which of them programs depend on.
+
+    A program depends on what its compilation read; see
+    :mod:`sp_compiler.trace.attributes.reads`. What no compilation has read yet may have any value
+    in all programs.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[Attribute, Constant] = {}
+        self._before: dict[Attribute, Constant | None] = {}
+        self._texts_before: dict[Attribute, str] = {}
+        self._stored: set[Attribute] = set()
+        # Set by code of the model, with others that it computes of it perhaps.
+        self._always: set[Attribute] = set()
+        # By path of the module; None for all names.
+        self._read: dict[str, frozenset[str] | None] = {}
+        self._key: tuple[tuple[Attribute, Constant], ...] | None = ()
+
+    def set(self, path: str, module: nn.Module, name: str, value: Any) -> None:
+        """Record that the user is about to set attribute ``name`` of ``module``, at ``path``."""
+        attribute = (path, name)
+        if attribute not in self._before:
+            before = vars(module).get(name, _ABSENT)
+            self._before[attribute] = None if before is _ABSENT else Constant(before)
+            default = getattr(type(module), name, _ABSENT) if before is _ABSENT else before
+            self._texts_before[attribute] = (
+                "absent" if default is _ABSENT else Constant(default).short()
+            )
+        if _sets_others(type(module), name):
+            self._always.add(attribute)
+        self._values[attribute] = Constant(value)
+        self._key = None
+
+    def read(self, names: Mapping[str, frozenset[str] | None]) -> None:
+        """Record what a compilation read, by path of the module; ``None`` for any attribute."""
+        for path, fresh in names.items():
+            known = self._read.get(path, frozenset())
+            self._read[path] = None if known is None or fresh is None else known | fresh
+        self._key = None
+
+    def store(self, attributes: Iterable[Attribute]) -> None:
+        """Record those that a program changes in every call, past :meth:`set`."""
+        self._stored.update(attributes)
+        self._key = None
+
+    def key(self) -> tuple[tuple[Attribute, Constant], ...]:
+        """Return those that programs depend on and that differ from what they were at first."""
+        if self._key is None:
+            # Sorted: the order in which they were set is no part of it.
+            self._key = tuple(sorted(filter(self._counts, self._values.items()), key=_name))
+        return self._key
+
+    def _counts(self, item: tuple[Attribute, Constant]) -> bool:
+        (path, name), value = item
+        names = self._read.get(path, frozenset())
+        if (path, name) in self._always:
+            return True
+        is_read = names is None or name in names
+        before = self._before[path, name]
+        # What may have changed since the first compilation is no longer what it was.
+        is_known = before is not None and before.is_plain and (path, name) not in self._stored
+        return is_read and not (is_known and before == value)
+
+    def text_before(self, attribute: Attribute) -> str:
+        """Return what an attribute was before the user set it."""
+        return self._texts_before[attribute]
+
+
+def _name(item: tuple[Attribute, Constant]) -> Attribute:
+    return item[0]
+
+
+def _sets_others(kind: type[nn.Module], name: str) -> bool:
+    """Return whether to set an attribute runs code of the model's, such as that of a property."""
+    own = kind.__setattr__ is not nn.Module.__setattr__
+    return own or hasattr(inspect.getattr_static(kind, name, None), "__set__")

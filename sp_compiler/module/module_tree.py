@@ -24,7 +24,7 @@ from sp_compiler.module.parameters import (
     to_true_chunk,
 )
 from sp_compiler.runtime.group import TensorParallelGroup
-from sp_compiler.runtime.keys.set_attributes import SetAttributes
+from sp_compiler.runtime.keys.set_attributes import Presence, SetAttributes
 from sp_compiler.runtime.reductions import DeferredGradients
 
 # Left by ``fully_shard`` on each module for torch.compile; no forward of a model reads them.
@@ -148,7 +148,12 @@ class MirrorModule(HookedModule, nn.Module):
     def __delattr__(self, name: str) -> None:
         if name in self._modules or name in self._parameters:
             refuse_other_module(name, self._sp_path)
-        super().__delattr__(name)
+        original = self.__dict__.get("_sp_original")
+        # What __setattr__ has set there, or the model's constructor.
+        if name not in self.__dict__ and name not in self._buffers and name in vars(original):
+            self._sp_layout.attributes.set(self._sp_path, original, name, Presence.ABSENT)
+            return delattr(original, name)
+        return super().__delattr__(name)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Replace a parameter of the model.

@@ -136,3 +136,17 @@ def test_an_attribute_that_calls_change_is_not_what_it_was_at_first() -> None:
     module.train()(x)
     module.has_run = True
     torch.testing.assert_close(module.eval()(x), 3 * before)
+
+
+def test_a_deleted_attribute_is_absent() -> None:
+    module, x = _compiled(lambda m: getattr(m, "factor", 1.0), other=2.0), torch.randn(2, 4)
+    first = module(x)
+    module.factor = 3.0
+    torch.testing.assert_close(module(x), 3 * first)
+    del module.factor
+    torch.testing.assert_close(module(x), first)
+    del module.other  # which the model's constructor has set, and forward does not read
+    assert not hasattr(module, "other")
+    torch.testing.assert_close(module(x), first)
+    with pytest.raises(AttributeError, match="factor"):
+        del module.factor

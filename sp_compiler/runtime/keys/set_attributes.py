@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
+from enum import Enum
 from typing import Any
 
 from torch import nn
 
 from sp_compiler.runtime.keys.call_key import Attribute, Constant
 
-_ABSENT = object()
+
+class Presence(Enum):
+    """Stands for the value of an attribute that has none."""
+
+    ABSENT = "absent"
+
+    def __repr__(self) -> str:
+        return self.value
 
 
 class SetAttributes:
@@ -33,15 +41,14 @@ class SetAttributes:
         self._key: tuple[tuple[Attribute, Constant], ...] | None = ()
 
     def set(self, path: str, module: nn.Module, name: str, value: Any) -> None:
-        """Record that the user is about to set attribute ``name`` of ``module``, at ``path``."""
+        """Record that the user is about to set attribute ``name`` of ``module``, at ``path``; to
+        :attr:`Presence.ABSENT` when it is deleted."""
         attribute = (path, name)
         if attribute not in self._before:
-            before = vars(module).get(name, _ABSENT)
-            self._before[attribute] = None if before is _ABSENT else Constant(before)
-            default = getattr(type(module), name, _ABSENT) if before is _ABSENT else before
-            self._texts_before[attribute] = (
-                "absent" if default is _ABSENT else Constant(default).short()
-            )
+            before = vars(module).get(name, Presence.ABSENT)
+            self._before[attribute] = None if before is Presence.ABSENT else Constant(before)
+            default = getattr(type(module), name, before) if before is Presence.ABSENT else before
+            self._texts_before[attribute] = Constant(default).short()
         if _sets_others(type(module), name):
             self._always.add(attribute)
         self._values[attribute] = Constant(value)

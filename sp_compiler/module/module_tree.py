@@ -96,8 +96,7 @@ class MirrorModule(HookedModule, nn.Module):
                 f"module {self._sp_path!r} is part of a compiled model and cannot be called alone; "
                 "call the compiled model, or compile the part that you need"
             )
-        outputs = values[0].run(*values[1:])
-        return outputs[0] if len(outputs) == 1 else outputs
+        return self.run_block(values[0], values[1:])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Like that of any module; also drops gradients that ``no_sync`` left unreduced."""

@@ -160,7 +160,8 @@ class ModuleState:
             block = self.modules[calls[index].path]
             assert isinstance(block, MirrorModule)
             forms = partial(BlockForms.of, tp, compiled, index, leaves)
-            return block.call_block(Invocation(invoke, forms), values)
+            autocast = () if self.latest_key is None else self.latest_key.autocast
+            return block.call_block(Invocation(invoke, forms, autocast), values)
 
         # Gathered parameters are as good as others: their gradients need no look at FSDP.
         managed = frozenset if gathered else self.managed

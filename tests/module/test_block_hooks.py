@@ -105,6 +105,14 @@ def _other_shapes_are_refused() -> None:
         module(**zoo.inputs("plain"))
 
 
+def _half_batches_are_refused() -> None:
+    module = compiled(half_batches=True)
+    module(**zoo.inputs("plain"))
+    _block(module).register_forward_hook(lambda *_: None)
+    with pytest.raises(UnsupportedError, match=r"'blocks.0' would see two half batches"):
+        module(**zoo.inputs("plain"))
+
+
 def _a_hook_on_one_rank_alone_is_refused() -> None:
     module = compiled()
     module(**zoo.inputs("plain"))
@@ -118,6 +126,7 @@ _CHECKS = (
     _with_sequence_parallelism,
     _without_sequence_parallelism,
     _other_shapes_are_refused,
+    _half_batches_are_refused,
     _a_hook_on_one_rank_alone_is_refused,
 )
 

@@ -138,6 +138,43 @@ def test_what_hooks_on_blocks_return(module: Any) -> None:
         block.register_backward_hook(lambda *_: None)
 
 
+def test_a_gradient_that_would_be_lost_raises() -> None:
+    """Of what a hook adds behind frozen layers, whose compiled code has no backward."""
+    model = net()
+    model.requires_grad_(False)
+    model.get_submodule("head").requires_grad_(True)
+    module: Any = sp_compiler.compile(model, tp=1)
+    added = torch.zeros(8, dtype=torch.float64, requires_grad=True)
+    changes: tuple[tuple[Any, Any], ...] = (
+        (module.blocks[1].register_forward_hook, lambda _, args, out: out + added),
+        (module.blocks[1].register_forward_pre_hook, lambda _, args: (args[0] + added,)),
+        (
+            module.blocks[1].register_forward_pre_hook,
+            lambda _, args: setattr(args[0], "requires_grad", True),
+        ),
+    )
+    for register, hook in changes:
+        module(batch())
+        handle = register(hook)
+        with pytest.raises(UnsupportedError, match=r"needs a gradient where .* needs none"):
+            module(batch())
+        with torch.no_grad():
+            module(batch())
+        handle.remove()
+
+
+def test_hooks_run_under_the_callers_autocast() -> None:
+    module: Any = sp_compiler.compile(net().float(), tp=1)
+    seen: list[Any] = []
+    with torch.autocast("cpu", torch.bfloat16):
+        module(batch().float())
+        module.blocks[0].register_forward_hook(
+            lambda _, args, out: seen.append((out @ out.mT).dtype)
+        )
+        module(batch().float())
+    assert seen == [torch.bfloat16]
+
+
 def test_hooks_inside_blocks_raise_before_and_after_compilation(module: Any) -> None:
     model = net()
     model.blocks[0].get_submodule("up").register_forward_hook(lambda *args: None)

@@ -60,12 +60,12 @@ def test_stages_that_are_not_there(module: Any) -> None:
         module.plan.block("Blok")
 
 
-def test_one_rank_changes_tags_and_placements_alone(module: Any) -> None:
+def test_one_rank_changes_tags_alone(module: Any) -> None:
     result = module.diff("capture", "final")
     assert not any(entry.collective for entry in result.entries)
     assert {entry.kind for entry in result.entries} == {"changed"}
     fields = {change.field for entry in result.entries for change in entry.changes}
-    assert fields == {"placement", "recompute"}
+    assert fields == {"recompute"}
 
 
 def _sections(program: CompiledProgram) -> dict[str, Section]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import nn
 
+from sp_compiler.base.autocast import Autocast, under_autocast
 from sp_compiler.module.hooks.block_values import BlockForms, Shown
 
 Hook = Callable[..., Any]
@@ -20,12 +21,17 @@ class Invocation:
     Args:
         run: the compiled code.
         forms: returns the forms of its values.
+        autocast: of the caller, in which hooks run: the compiled code has its casts already.
     """
 
     def __init__(
-        self, run: Callable[..., tuple[Any, ...]], forms: Callable[[], BlockForms]
+        self,
+        run: Callable[..., tuple[Any, ...]],
+        forms: Callable[[], BlockForms],
+        autocast: Autocast = (),
     ) -> None:
         self.run = run
+        self.autocast = autocast
         self._make_forms = forms
 
         self._inputs: Shown | None = None
@@ -37,20 +43,22 @@ class Invocation:
 
     def inputs(self, values: Sequence[Any]) -> Shown:
         """``values`` as hooks see them, each hook the same tensors."""
-        # Between the hooks of users FSDP's may cast them. (For hooks of the backward torch makes
-        # other tensors of them with the same numbers.)
-        if self._inputs is None or _dtypes(self._inputs.values) != _dtypes(values):
-            self._inputs = self.forms.inputs(values)
-        return self._inputs
+        # FSDP's hooks, and torch's for hooks of the backward, make others of them, through which
+        # gradients have to go.
+        latest = self._inputs
+        if latest is None or any(map(operator.is_not, latest.values, values)):
+            latest = self._inputs = self.forms.inputs(values)
+        return latest
+
+    def seen_inputs(self, values: Sequence[Any]) -> Shown:
+        """What forward hooks see of ``values``, which the block has been called with."""
+        # An error before the block ran, after which only hooks run that want to see that, too.
+        return self._inputs or self.inputs(values)
 
     def take(self, inputs: Shown) -> tuple[Any, ...]:
         """Return the values that the block is called with after a hook."""
         self._inputs = inputs
         return inputs.values
-
-
-def _dtypes(values: Sequence[Any]) -> list[torch.dtype | None]:
-    return [getattr(value, "dtype", None) for value in values]
 
 
 def _invocation(args: Sequence[Any]) -> Invocation | None:
@@ -66,7 +74,8 @@ def forward_pre_hook(hook: Hook) -> Hook:
         if invocation is None:
             return hook(module, args, *kwargs)
         shown = invocation.inputs(args[1:])
-        result = hook(module, shown.full, *kwargs)
+        with under_autocast(invocation.autocast):
+            result = hook(module, shown.full, *kwargs)
         if kwargs and result is not None:
             result, *kwargs = result
         args = (invocation, *invocation.take(shown.after(_as_tuple(result))))
@@ -83,17 +92,18 @@ def forward_hook(hook: Hook) -> Hook:
         if invocation is None:
             return hook(module, args, *others)
         *kwargs, output = others
-        inputs = invocation.inputs(args[1:])
-        if isinstance(output, tuple):
-            outputs = invocation.forms.outputs(output)
-            result = hook(module, inputs.full, *kwargs, outputs.full)
-        else:
-            outputs = invocation.forms.outputs((output,))
-            result = hook(module, inputs.full, *kwargs, outputs.full[0])
-            result = None if result is None else (result,)
+        inputs = invocation.seen_inputs(args[1:])
+        is_tuple = isinstance(output, tuple)
+        outputs = invocation.forms.outputs(output if is_tuple else (output,))
+        with under_autocast(invocation.autocast):
+            result = hook(
+                module, inputs.full, *kwargs, outputs.full if is_tuple else outputs.full[0]
+            )
+        if result is not None and not is_tuple:
+            result = (result,)
         inputs.require_unchanged()
         values = outputs.after(result).values
-        return values if isinstance(output, tuple) else values[0]
+        return values if is_tuple else values[0]
 
     return on_block
 
@@ -108,7 +118,7 @@ def backward_hook(hook: Hook, forms: BlockForms) -> Hook:
         # The invocation comes first, and has none.
         inputs = forms.inputs(grad_input[1:], are_gradients=True)
         result = hook(module, inputs.full, outputs.full)
-        return None if result is None else (None, *inputs.after(_as_tuple(result)).values)
+        return (None, *inputs.after(_as_tuple(result)).values)
 
     return on_block
 
@@ -118,8 +128,7 @@ def backward_pre_hook(hook: Hook, forms: BlockForms) -> Hook:
 
     def on_block(module: nn.Module, grad_output: Sequence[Any]) -> Any:
         outputs = forms.outputs(grad_output, are_gradients=True)
-        result = hook(module, outputs.full)
-        return None if result is None else outputs.after(_as_tuple(result)).values
+        return outputs.after(_as_tuple(hook(module, outputs.full))).values
 
     return on_block
 

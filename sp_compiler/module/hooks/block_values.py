@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sp_compiler.base.errors import UnsupportedError
+from sp_compiler.base.pass_report import Pass
 from sp_compiler.base.placement import I, Placement
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.symbolic import evaluate
@@ -101,7 +102,8 @@ class Shown:
         positions: of the values that hooks see, in their order.
         full: these values in full.
         are_gradients: whether they are the gradients of the block's values.
-        versions: numbers of changes in place of ``full`` before a hook saw it.
+        need_gradients: of ``full``, before a hook saw it.
+        versions: numbers of changes in place of ``full`` before.
     """
 
     tp: Communicator
@@ -111,6 +113,7 @@ class Shown:
     positions: Sequence[int]
     full: tuple[Any, ...]
     are_gradients: bool
+    need_gradients: tuple[bool, ...]
     versions: tuple[int | None, ...]
 
     def through(self) -> Shown:
@@ -122,7 +125,8 @@ class Shown:
         """The values with what a hook returned, ``None`` for nothing, or changed in place.
 
         Raises:
-            UnsupportedError: it returned something else than tensors of the shapes that it saw.
+            UnsupportedError: it returned something else than tensors of the shapes that it saw, or
+                a tensor that needs a gradient where the compiled code has none.
         """
         given = self.full if result is None else result
         if not isinstance(given, (tuple, list)) or len(given) != len(self.full):
@@ -132,7 +136,11 @@ class Shown:
         for index, (position, new) in enumerate(zip(self.positions, given, strict=True)):
             values[position] = self._part(position, new, index)
         return replace(
-            self, values=tuple(values), full=tuple(given), versions=tuple(map(_num_changes, given))
+            self,
+            values=tuple(values),
+            full=tuple(given),
+            need_gradients=tuple(map(_needs_gradient, given)),
+            versions=tuple(map(_num_changes, given)),
         )
 
     def _part(self, position: int, new: Any, index: int) -> Any:
@@ -140,11 +148,18 @@ class Shown:
         # Torch itself compares gradients.
         if isinstance(seen, Tensor) and not self.are_gradients and _text(new) != _text(seen):
             raise self._refusal(f"{_text(new)} instead of {_text(seen)}")
-        if form is None or new is None or seen is value:
+        # What the compiled code differentiates was decided when it was captured.
+        if _needs_gradient(new) and not self.need_gradients[index] and not self.are_gradients:
+            raise self._refusal(
+                "a tensor that needs a gradient where the model's own needs none, for nothing "
+                "before it is trained, so that its gradient would be lost; make what the hook adds "
+                "a part of the model before sp_compiler.compile, or leave a parameter before it "
+                "trainable",
+                why="",
+            )
+        if form is None or new is None or (new is seen and seen is value):
             return new
-        version = self.versions[index]
-        if new is seen and not seen.requires_grad and _num_changes(seen) == version is not None:
-            return value
+        # Also what the hook returned as it was: not every change in place is counted.
         return form.part_of(self.tp, new, value, is_gradient=self.are_gradients)
 
     def require_unchanged(self) -> None:
@@ -160,11 +175,14 @@ class Shown:
                 "pre-hook"
             )
 
-    def _refusal(self, what: str) -> UnsupportedError:
-        return UnsupportedError(
-            f"a hook on {self.path!r} returned {what}: the compiled code around the block takes "
-            "values like those that the hook saw"
-        )
+    def _refusal(
+        self, what: str, why: str = ": the compiled code takes values like those that the hook saw"
+    ) -> UnsupportedError:
+        return UnsupportedError(f"a hook on {self.path!r} returned {what}{why}")
+
+
+def _needs_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
 
 
 def _num_changes(value: Any) -> int | None:
@@ -202,6 +220,11 @@ class BlockForms:
     ) -> BlockForms:
         """The values of call ``index`` of ``compiled`` for the flattened inputs ``leaves``."""
         call, sizes = compiled.program.calls[index], compiled.program.sizes
+        if any(each.name == Pass.HALF_BATCHES and each.rewrites for each in compiled.reports):
+            raise UnsupportedError(
+                f"a hook on {call.path!r} would see two half batches: the model was compiled with "
+                "half_batches; leave that out where hooks look at blocks"
+            )
         open_dims = () if sizes is None else sizes.open
         binding = {each.symbol: int(leaves[each.leaf].shape[each.dim]) for each in open_dims}
 
@@ -253,7 +276,14 @@ class BlockForms:
             form.gathered(self.tp, value) if form is not None and value is not None else value
             for value, form in pairs
         )
-        versions = tuple(map(_num_changes, full))
         return Shown(
-            self.tp, self.path, tuple(values), forms, positions, full, are_gradients, versions
+            self.tp,
+            self.path,
+            tuple(values),
+            forms,
+            positions,
+            full,
+            are_gradients,
+            tuple(map(_needs_gradient, full)),
+            tuple(map(_num_changes, full)),
         )

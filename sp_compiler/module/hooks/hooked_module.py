@@ -17,8 +17,8 @@ from sp_compiler.module.hooks.block_hooks import (
     forward_pre_hook,
 )
 
-_OF_FORWARD = ("_forward_hooks", "_forward_pre_hooks")
-KINDS = (*_OF_FORWARD, "_backward_hooks", "_backward_pre_hooks")
+_OF_FORWARD = "_forward_hooks"
+KINDS = (_OF_FORWARD, "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Where ``nn.Module`` has its hooks."""
 
 
@@ -78,9 +78,6 @@ class HookedModule(nn.Module):
 
     def call_block(self, invocation: Invocation, values: Sequence[Any]) -> tuple[Any, ...]:
         """Run one call of this block, with its hooks."""
-        is_hooked = self._sp_path in self._sp_layout.hooked
-        if is_hooked and any(getattr(self, kind) for kind in _OF_FORWARD):
-            values = invocation.take(invocation.inputs(values).through())
         self.__dict__["_sp_invocation"] = invocation  # for hooks of its backward, below
         try:
             outputs = self(invocation, *values)
@@ -88,6 +85,14 @@ class HookedModule(nn.Module):
             # Kept, it would keep the values of the whole forward.
             del self.__dict__["_sp_invocation"]
         return outputs if isinstance(outputs, tuple) else (outputs,)
+
+    def run_block(self, invocation: Invocation, values: Sequence[Any]) -> Any:
+        """Run the compiled code of one call, whose pre-hooks have run."""
+        if self._sp_path in self._sp_layout.hooked and getattr(self, _OF_FORWARD):
+            # Parts of what forward hooks will see, so that it takes part in the backward.
+            values = invocation.take(invocation.inputs(values).through())
+        outputs = invocation.run(*values)
+        return outputs[0] if len(outputs) == 1 else outputs
 
     # What nn.Module hands to the backward of a call: there is no argument that tells which.
 

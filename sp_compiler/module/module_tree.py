@@ -17,7 +17,7 @@ from sp_compiler.base.placement import I, Placement
 from sp_compiler.module.dtensors.patches import refuse_to_pickle
 from sp_compiler.module.fixed_parts import FixedContainer, refuse_change, refuse_other_module
 from sp_compiler.module.hooks.block_hooks import Invocation
-from sp_compiler.module.hooks.hooked_module import KINDS, HookedModule
+from sp_compiler.module.hooks.hooked_module import KINDS, HookedModule, run_block
 from sp_compiler.module.parameters import (
     distributed_parameter,
     from_loaded,
@@ -96,7 +96,7 @@ class MirrorModule(HookedModule, nn.Module):
                 f"module {self._sp_path!r} is part of a compiled model and cannot be called alone; "
                 "call the compiled model, or compile the part that you need"
             )
-        return self.run_block(values[0], values[1:])
+        return run_block(self, values[0], values[1:])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Like that of any module; also drops gradients that ``no_sync`` left unreduced."""

@@ -18,6 +18,7 @@ from sp_compiler.grid.fully_sharded import FullySharded, compute_dtype
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.module.hooks.block_hooks import Invocation
 from sp_compiler.module.hooks.block_values import BlockForms
+from sp_compiler.module.hooks.hooked_module import call_block
 from sp_compiler.module.module_tree import Layout, MirrorModule
 from sp_compiler.module.source_model import Original
 from sp_compiler.module.views import NamedTensors
@@ -151,7 +152,7 @@ class ModuleState:
 
         tp, calls = self.group.communicator, compiled.program.calls
 
-        def call_block(
+        def call(
             index: int,
             invoke: Callable[..., tuple[Any, ...]],
             values: Sequence[Any],
@@ -161,12 +162,12 @@ class ModuleState:
             assert isinstance(block, MirrorModule)
             forms = partial(BlockForms.of, tp, compiled, index, leaves)
             autocast = () if self.latest_key is None else self.latest_key.autocast
-            return block.call_block(Invocation(invoke, forms, autocast), values)
+            return call_block(block, Invocation(invoke, forms, autocast), values)
 
         # Gathered parameters are as good as others: their gradients need no look at FSDP.
         managed = frozenset if gathered else self.managed
         return Executor(
-            compiled, tp, call_block, self.deferred, managed, weights,
+            compiled, tp, call, self.deferred, managed, weights,
             leaves_partial=gathered and self.group.data.mesh is not None,
         )  # fmt: skip
 

@@ -76,24 +76,6 @@ class HookedModule(nn.Module):
         if self._sp_path:
             self._sp_layout.hooked[self._sp_path] = self
 
-    def call_block(self, invocation: Invocation, values: Sequence[Any]) -> tuple[Any, ...]:
-        """Run one call of this block, with its hooks."""
-        self.__dict__["_sp_invocation"] = invocation  # for hooks of its backward, below
-        try:
-            outputs = self(invocation, *values)
-        finally:
-            # Kept, it would keep the values of the whole forward.
-            del self.__dict__["_sp_invocation"]
-        return outputs if isinstance(outputs, tuple) else (outputs,)
-
-    def run_block(self, invocation: Invocation, values: Sequence[Any]) -> Any:
-        """Run the compiled code of one call, whose pre-hooks have run."""
-        if self._sp_path in self._sp_layout.hooked and getattr(self, _OF_FORWARD):
-            # Parts of what forward hooks will see, so that it takes part in the backward.
-            values = invocation.take(invocation.inputs(values).through())
-        outputs = invocation.run(*values)
-        return outputs[0] if len(outputs) == 1 else outputs
-
     # What nn.Module hands to the backward of a call: there is no argument that tells which.
 
     def _get_backward_hooks(self) -> Any:
@@ -131,6 +113,28 @@ class HookedModule(nn.Module):
             f"a {what} on module {self._sp_path!r} cannot run: it is inside compiled code. Hooks "
             f"run on the whole model and on its blocks: {', '.join(sorted(blocks)[:4]) or 'none'}"
         )
+
+
+def call_block(
+    block: HookedModule, invocation: Invocation, values: Sequence[Any]
+) -> tuple[Any, ...]:
+    """Run one call of a block, with its hooks."""
+    block.__dict__["_sp_invocation"] = invocation  # for hooks of its backward
+    try:
+        outputs = block(invocation, *values)
+    finally:
+        # Kept, it would keep the values of the whole forward.
+        del block.__dict__["_sp_invocation"]
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def run_block(block: HookedModule, invocation: Invocation, values: Sequence[Any]) -> Any:
+    """Run the compiled code of one call, whose pre-hooks have run."""
+    if block._sp_path in block._sp_layout.hooked and getattr(block, _OF_FORWARD):
+        # Parts of what forward hooks will see, so that it takes part in the backward.
+        values = invocation.take(invocation.inputs(values).through())
+    outputs = invocation.run(*values)
+    return outputs[0] if len(outputs) == 1 else outputs
 
 
 def _is_of_fsdp(hook: Any) -> bool:

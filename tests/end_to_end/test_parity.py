@@ -70,7 +70,7 @@ def _in_turn() -> dict[str, list[Setting]]:
 def _everything() -> dict[str, list[Setting]]:
     """All pairs of two values for two models; the others share them."""
     return {
-        name: _PAIRWISE if name in _EVERY_PAIR else _PAIRWISE[number % 2 :: 2]
+        name: _PAIRWISE if name in _EVERY_PAIR else _PAIRWISE[number % 3 :: 3]
         for number, name in enumerate(_ARCHITECTURES)
     }
 

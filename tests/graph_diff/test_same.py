@@ -40,8 +40,7 @@ def _convolutions(*sizes: int) -> nn.Sequential:
     return nn.Sequential(*flat, nn.Flatten(), nn.LazyLinear(3))
 
 
-@pytest.mark.parametrize("sizes", [(3, 8, 8), (3, 8, 8, 4, 4)])
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("sizes", "training"), [((3, 8, 8), False), ((3, 8, 8, 4, 4), True)])
 def test_layers_that_are_called_twice_are_themselves(
     sizes: tuple[int, ...], training: bool
 ) -> None:

@@ -37,7 +37,8 @@ def _fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-_ZOO = ["gpt2", "llama", "bert", "vit", "t5", "encoder", "plain", "lora"]
+# The page of benchmarks/backend.py has more models, on one, two and four ranks.
+_ON_ONE, _ON_TWO = ["llama", "bert", "t5", "plain"], ["gpt2", "vit", "encoder", "lora"]
 
 
 def _zoo_steps(name: str, tp: int) -> dict[str, Any]:
@@ -75,7 +76,7 @@ def _check_zoo(result: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", _ZOO)
+@pytest.mark.parametrize("name", _ON_ONE)
 def test_zoo_on_one_rank(name: str) -> None:
     _check_zoo(_zoo_steps(name, tp=1))
 
@@ -86,7 +87,7 @@ def _zoo_on_ranks(names: list[str]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [_ZOO[:2], _ZOO[2:4], _ZOO[4:5], _ZOO[5:]], ids="-".join)
+@pytest.mark.parametrize("names", [_ON_TWO[:2], _ON_TWO[2:]], ids="-".join)
 def test_zoo_on_two_ranks(names: list[str]) -> None:
     ranks = run_on_ranks(2, _zoo_on_ranks, names)
     for first, second in zip(*ranks, strict=True):

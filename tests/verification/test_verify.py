@@ -47,7 +47,7 @@ def _verify(name: str, p: float = 0.0, seq: int = 12, tp: int = 2, **options: An
         ("plain", 0.1, 12, {}),
         ("plain", 0.1, 13, {"dropout": "stored", "recompute": "none"}),  # padded rows
         ("plain_logits", 0.0, 12, {"sequence_parallel": False, "recompute": "full"}),
-        ("gpt2", 0.1, 12, {"recompute": "attention"}),
+        pytest.param("gpt2", 0.1, 12, {"recompute": "attention"}, marks=pytest.mark.slow),
     ],
 )
 def test_right_models_pass(name: str, p: float, seq: int, options: dict[str, Any]) -> None:

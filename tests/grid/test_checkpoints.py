@@ -179,6 +179,6 @@ def _on_all_grids(path: str, model: str) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["gpt2", "llama"])
-def test_every_grid_loads_every_checkpoint(model: str, tmp_path: Path) -> None:
-    assert all(run_on_ranks(8, _on_all_grids, str(tmp_path), model))
+def test_every_grid_loads_every_checkpoint(tmp_path: Path) -> None:
+    # Fused projections, biases and tied weights.
+    assert all(run_on_ranks(8, _on_all_grids, str(tmp_path), "gpt2"))

@@ -165,7 +165,7 @@ _CASES.append((_GRIDS[1], _ids_out_of_range))
 
 
 # "dp_shard" and "ep" together are the default group, which a failure breaks: one a process.
-_ALL_CASES = [_CASES, *([(_WITH_EXPERTS, disturb)] for disturb in _DISTURBED)]
+_ALL_CASES = [_CASES, *([(_WITH_EXPERTS, disturb)] for disturb in (_in_backward, _hanging))]
 
 
 def _all_raised(index: int) -> list[tuple[str, float]]:

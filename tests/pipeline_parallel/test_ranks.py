@@ -230,7 +230,6 @@ def test_schedules_with_tensor_parallel_stages() -> None:
         ("gpt2", 2, "1f1b", 10, (2, 2)),
         ("gpt2", 4, "dualpipev", 3, (2, 2)),
         ("mixtral", 2, "zero_bubble", 3, (2, 2)),
-        ("gpt2", 4, "1f1b", 3, (4, 1)),
     ]
     run_on_ranks(4, _schedules, cases)
 

@@ -138,7 +138,8 @@ def run_block(block: HookedModule, invocation: Invocation, values: Sequence[Any]
 
 
 def _is_of_fsdp(hook: Any) -> bool:
-    return type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp.")
+    # A method of its state, or a function around one, for a group of modules.
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
 
 
 def _refuse_lone_fully_shard(mesh: DeviceMesh | None) -> None:

@@ -1,20 +1,13 @@
-"""The page of Inductor's numbers, what finds a wrong one, and some architectures that differ."""
+"""The page of Inductor's numbers, and what finds a wrong one."""
 
 from __future__ import annotations
 
 import json
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
-from torch._inductor import config
 
 from benchmarks import inductor
-from tests.helpers.inductor import own_cache
-
-# Experts that are chosen by numbers, grouped heads, rotary positions, dropout.
-DIFFERENT = (("mixtral", 2),)
 
 
 def test_page_is_current() -> None:
@@ -40,15 +33,3 @@ def test_one_element_of_a_mask_is_found() -> None:
 def test_a_result_that_is_no_number_is_no_small_error(value: float | None) -> None:
     result = None if value is None else torch.tensor([1.0, value])
     assert inductor._error([result], [torch.ones(2)]) == float("inf")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-def test_numbers_are_those_of_eager_code(tmp_path: Path) -> None:
-    # Together they have so many kernels that compiling the headers once pays.
-    with own_cache(tmp_path), config.patch(cpp_cache_precompile_headers=True):
-        for name, tp in DIFFERENT:
-            record = inductor.measure(*inductor.case(name), tp)
-            assert record.passes, (name, record)
-            assert record.functions
-            assert not record.as_written

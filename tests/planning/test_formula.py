@@ -358,32 +358,23 @@ def test_a_batch_of_one_is_a_batch() -> None:
 
 
 _FAST = ("plain", "gpt2", "llama")
-_OTHERS = [name for name in zoo.names()[::2] if name not in _FAST]
+_MODELS = list(dict.fromkeys((*_FAST, *zoo.names()[::2])))
 
 
-@pytest.mark.parametrize(
-    ("turn", "name"),
-    [
-        pytest.param(turn, name, marks=() if name in _FAST else pytest.mark.slow)
-        for turn, name in enumerate([*_FAST, *_OTHERS])
-    ],
-)
-def test_models_have_an_exact_formula(turn: int, name: str) -> None:
+@pytest.mark.parametrize("name", [c for c in zoo.cases(*_FAST) if c.values[0] in _MODELS])
+def test_models_have_an_exact_formula(name: str) -> None:
     """Settings take turns over the models."""
-    _check(name, (1, 2, 8)[turn % 3], ("none", "selective", "full", "attention")[turn % 4])
-
-
-def _check(name: str, tp: int, recompute: str) -> None:
-    _assert_exact(_plan(name, tp, recompute))
+    turn = _MODELS.index(name)
+    policy = ("none", "selective", "full", "attention")[turn % 4]
+    _assert_exact(_plan(name, (1, 2, 8)[turn % 3], policy))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixtral", "swin", "whisper"])
 def test_architectures_have_an_exact_formula(name: str) -> None:
-    tp = 4
-    size = architectures.size("dividing", tp)
+    size = architectures.size("dividing", 4)
     model, inputs = architectures.build(name, size), architectures.inputs(name, size)
-    _assert_exact(plan(model, ((), inputs), tp=tp))
+    _assert_exact(plan(model, ((), inputs), tp=4))
 
 
 def test_json_has_every_formula() -> None:

@@ -226,9 +226,8 @@ class _Question:
         assert choices is not None  # only possible ways come here
         time_us = way.communication_us + way.compute_us
         text = f"{way.results[0]} would cost {cost_text(time_us, way.memory_us)}"
-        for conversion in self.alternatives.extra(choices)[
-            :1
-        ]:  # none where computing is what costs more
+        # None where computing is what costs more.
+        for conversion in self.alternatives.extra(choices)[:1]:
             why = self._why(conversion, choices)
             text += f", with {self._conversion_text(conversion)}{why and f', as {why}'}"
         return text

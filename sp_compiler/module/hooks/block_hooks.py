@@ -33,7 +33,6 @@ class Invocation:
         self.run = run
         self.autocast = autocast
         self._make_forms = forms
-
         self._inputs: Shown | None = None
 
     @cached_property

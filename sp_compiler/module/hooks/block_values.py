@@ -119,7 +119,7 @@ class Shown:
     def through(self) -> Shown:
         """The values as parts of the full ones, which take part in the backward then: hooks of
         tensors, and ``retain_grad``, see full gradients too."""
-        return self.after(self.full)
+        return self.after(None)
 
     def after(self, result: Any) -> Shown:
         """The values with what a hook returned, ``None`` for nothing, or changed in place.
@@ -157,7 +157,7 @@ class Shown:
                 "trainable",
                 why="",
             )
-        if form is None or new is None or (new is seen and seen is value):
+        if form is None or new is None:
             return new
         # Also what the hook returned as it was: not every change in place is counted.
         return form.part_of(self.tp, new, value, is_gradient=self.are_gradients)

@@ -117,16 +117,22 @@ def _picks_rows(node: Node) -> bool:
 
 def _counts(ends: Node, ids: Node) -> bool:
     """Whether ``ends`` are the ends of each expert's rows among ``ids``."""
-    if not is_call(ends, _aten.cumsum.default):
-        return False
-    counted = _uncast(ends.args[0])
-    if not is_call(counted, _aten.histc.default):
-        return False
-    given = arguments(counted)
-    bins = given["bins"], given["min"], given["max"]
-    same = _uncast(counted.args[0]) is ids and bins == (shape_of(ends)[0], 0, bins[0] - 1)
     # Counts are the same in any order, and the products' rows are in that of experts.
-    return same and _is_sorted(ids)
+    ids = uncast(ids)
+    return counted_ids(ends) is ids and _is_sorted(ids)
+
+
+def counted_ids(ends: Node) -> Node | None:
+    """Return the expert of each row, if ``ends`` are the ends of every expert's rows in a row."""
+    if not is_call(ends, _aten.cumsum.default):
+        return None
+    counted = uncast(ends.args[0])
+    if not is_call(counted, _aten.histc.default):
+        return None
+    given = arguments(counted)
+    (experts,) = shape_of(ends)
+    is_by_number = (given["bins"], given["min"], given["max"]) == (experts, 0, experts - 1)
+    return uncast(counted.args[0]) if is_by_number else None
 
 
 def _is_sorted(ids: Node) -> bool:
@@ -149,5 +155,8 @@ def _sorts(node: Node, taken: Node | None = None) -> bool:
     )
 
 
-def _uncast(node: Node) -> Node:
-    return node.args[0] if is_call(node, _aten._to_copy.default) else node
+def uncast(node: Node) -> Node:
+    """Return the value before it was cast."""
+    while is_call(node, _aten._to_copy.default):
+        node = node.args[0]
+    return node

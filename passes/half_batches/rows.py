@@ -1,0 +1,69 @@
+"""What the two halves of a value are to the value of the full batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from sp_compiler.base.placement import Placement, S
+from sp_compiler.rules.strategies import Strategy
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Each half has its part of the rows.
+
+    Attributes:
+        placement: the dim of the batch, and its segments if other indices are outside of it, as
+            if the halves were two ranks.
+        order: the sort in whose order the rows are, each half in the order of its own sort;
+            ``None``: in the order of the batch, so that the halves joined are the value.
+    """
+
+    placement: Placement
+    order: Node | None = None
+
+    @property
+    def can_be_joined(self) -> bool:
+        return self.order is None and not self.placement.segments
+
+
+@dataclass(frozen=True)
+class Order:
+    """For each row in the order of ``sort`` the number that it had among the unsorted ones of its
+    half, divided by ``repeats``: rows of one token follow each other."""
+
+    sort: Node
+    repeats: int = 1
+
+
+@dataclass(frozen=True)
+class Places:
+    """For each unsorted row its place in the order of ``sort``: the inverse of :class:`Order`."""
+
+    sort: Node
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Numbers of rows of each half by itself."""
+
+
+State = Rows | Order | Places | Counts
+BATCH_FIRST = Rows(S(0))
+
+
+@dataclass(frozen=True)
+class Split:
+    """How an operator runs once per half.
+
+    Attributes:
+        strategy: placements of operands and results, with the halves as two ranks.
+        states: of the results.
+        numbered: operands that number the rows: both halves count from 0.
+    """
+
+    strategy: Strategy
+    states: tuple[State, ...]
+    numbered: frozenset[Node] = frozenset()

@@ -1,0 +1,204 @@
+"""Rows of a batch that are sorted, as experts do with the rows of their tokens, and put back.
+
+::
+
+    keys, order = sort(experts of rows)
+    sorted = x[order // k]                        # k rows of each token
+    made = grouped_mm(sorted, w, cumsum(histc(keys)))
+    made[argsort(order)]   or   zeros.index_add(0, order // k, made)
+
+A sort mixes the batch, but a row's result does not depend on where the sort puts it. Each half
+sorts its own rows, and what is computed row by row is right in any order, if all of it is in the
+same one; put back, rows are the batch's again. What tells where an expert's rows end has to be
+counted from the sorted keys themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from sp_compiler.base.placement import R, S
+from sp_compiler.ir.fx import arguments, is_call, is_getitem, shape_of
+from sp_compiler.ir.op_traits import is_grouped_product
+from sp_compiler.passes.expert_parallel.layers import counted_ids, uncast
+from sp_compiler.passes.half_batches.rows import (
+    BATCH_FIRST,
+    Counts,
+    Order,
+    Places,
+    Rows,
+    Split,
+    State,
+)
+from sp_compiler.passes.sharding.dim_roles import Value, value_of
+from sp_compiler.rules.strategies import Strategy
+
+_aten = torch.ops.aten
+_FIRST = S(0)
+_StateOf = Callable[[Any], State | None]
+
+
+def on_sorted_rows(node: Node, states: Mapping[Value, State]) -> Split | None:
+    """Return how each half runs ``node``, which sorts rows or reads what depends on their order;
+    ``None`` if it is not known to."""
+    rule = _grouped_product if is_grouped_product(node) else _RULES.get(node.target)
+
+    def state_of(argument: Any) -> State | None:
+        return states.get(value_of(argument)) if isinstance(argument, Node) else None
+
+    return None if rule is None else rule(node, state_of)
+
+
+def _sort(node: Node, state_of: _StateOf) -> Split | None:
+    keys = node.args[0]
+    if len(shape_of(keys)) != 1 or arguments(node)["descending"]:
+        return None
+    of_keys = state_of(keys)
+    if of_keys == BATCH_FIRST:
+        made: tuple[State, ...] = (Rows(_FIRST, node), Order(node))
+    elif isinstance(of_keys, Order) and of_keys.repeats == 1:
+        made = (Counts(), Places(of_keys.sort))  # sorted, its numbers are 0, 1, 2...
+    else:
+        return None
+    made = made if isinstance(node.meta["val"], (tuple, list)) else made[1:]
+    return Split(Strategy((_FIRST,), (_FIRST,) * len(made)), made)
+
+
+def _divide(node: Node, state_of: _StateOf) -> Split | None:
+    """From the number of a row to that of its token."""
+    order, divisor = state_of(node.args[0]), node.args[1]
+    floors = arguments(node).get("rounding_mode", "floor") == "floor"
+    if not (isinstance(order, Order) and type(divisor) is int and divisor > 0 and floors):
+        return None
+    return Split(Strategy((_FIRST,), (_FIRST,)), (Order(order.sort, order.repeats * divisor),))
+
+
+def _cast(node: Node, state_of: _StateOf) -> Split | None:
+    state, is_whole = state_of(node.args[0]), not node.meta["val"].is_floating_point()
+    if isinstance(state, Counts):
+        return Split(Strategy((R,), (R,)), (state,))
+    if isinstance(state, (Order, Places)) and is_whole and node.meta["val"].dtype != torch.bool:
+        return Split(Strategy((_FIRST,), (_FIRST,)), (state,))
+    return None
+
+
+def _like(node: Node, state_of: _StateOf) -> Split | None:
+    """Only the shape of the operand counts."""
+    if not isinstance(state_of(node.args[0]), (Order, Places)):
+        return None
+    return Split(Strategy((_FIRST,), (_FIRST,)), (BATCH_FIRST,))
+
+
+def _count(node: Node, state_of: _StateOf) -> Split | None:
+    (rows,) = shape_of(node.args[0]) or (0,)
+    state = state_of(node.args[0])
+    if not (rows and isinstance(state, Rows) and not state.placement.segments):
+        return None
+    return Split(Strategy((_FIRST,), (R,)), (Counts(),))
+
+
+def _cumulate(node: Node, state_of: _StateOf) -> Split | None:
+    state = state_of(node.args[0])
+    return Split(Strategy((R,), (R,)), (state,)) if isinstance(state, Counts) else None
+
+
+def _grouped_product(node: Node, state_of: _StateOf) -> Split | None:
+    rows, weight, ends, *more = node.all_input_nodes
+    state = state_of(rows)
+    if more or not isinstance(state, Rows) or state.order is None or state_of(weight) is not None:
+        return None
+    if state.placement != _FIRST or not _are_ends(ends, state.order):
+        return None
+    return Split(Strategy((_FIRST, R, R), (_FIRST,)), (state,))
+
+
+def _are_ends(ends: Node, sort: Node) -> bool:
+    """Whether ``ends`` are those of the runs of equal keys that ``sort`` makes."""
+    ids = counted_ids(ends)
+    if ids is None:
+        return False
+    keys = sort.args[0]
+    if is_call(ids, _aten.index.Tensor):  # the keys in the order of the sort
+        taken, (order,) = ids.args
+        return taken is keys and order is not None and _indices_of(sort) == value_of(order)
+    return uncast(ids) is uncast(keys) or (is_getitem(ids) and value_of(ids) == (sort, 0))
+
+
+def _indices_of(sort: Node) -> Value:
+    return (sort, 1) if isinstance(sort.meta["val"], (tuple, list)) else (sort, 0)
+
+
+def _take(node: Node, state_of: _StateOf) -> Split | None:
+    """Rows are picked: sorted, put back or, from a table, one for each row."""
+    source, picks = _source_and_picks(node)
+    of_source, of_picks = state_of(source), state_of(picks)
+    if isinstance(of_picks, Order):
+        if of_source != BATCH_FIRST or _rows(source) * of_picks.repeats != _rows(picks):
+            return None
+        return Split(Strategy((_FIRST, _FIRST), (_FIRST,)), (Rows(_FIRST, of_picks.sort),))
+    if isinstance(of_picks, Places):
+        if of_source != Rows(_FIRST, of_picks.sort):
+            return None
+        return Split(Strategy((_FIRST, _FIRST), (_FIRST,)), (BATCH_FIRST,))
+    if isinstance(of_picks, Rows) and of_source is None:
+        where = of_picks.placement
+        return Split(Strategy((R, where), (where,)), (of_picks,))
+    return None
+
+
+def _source_and_picks(node: Node) -> tuple[Node, Node | None]:
+    given = arguments(node)
+    if "indices" in given:
+        picks = given["indices"][0] if len(given["indices"]) == 1 else None
+    else:
+        picks = given["index"] if given["dim"] == -len(shape_of(given["self"])) else None
+    if picks is None or picks.meta["val"].dtype == torch.bool:
+        return given["self"], None
+    return given["self"], picks
+
+
+def _put(node: Node, state_of: _StateOf) -> Split | None:
+    """Sorted rows, or numbers of places, are put or added where the rows came from."""
+    given = arguments(node)
+    base, places = _source_and_picks(node)
+    values = next(given[name] for name in ("values", "source", "src") if name in given)
+    order, adds = state_of(places), given.get("accumulate", is_call(node, _aten.index_add.default))
+    if not isinstance(order, Order) or state_of(base) not in (None, BATCH_FIRST):
+        return None
+    # Put, not added: every place must be written, and once.
+    if _rows(base) * order.repeats != _rows(places) or not (adds or order.repeats == 1):
+        return None
+    strategy = Strategy((_FIRST,) * 3, (_FIRST,))
+    if not adds and _numbers(values, _rows(places)):
+        return Split(strategy, (Places(order.sort),), numbered=frozenset({values}))
+    return Split(strategy, (BATCH_FIRST,)) if state_of(values) == Rows(_FIRST, order.sort) else None
+
+
+def _numbers(node: Node, rows: int) -> bool:
+    """Whether ``node`` is 0, 1, 2... up to the number of rows."""
+    if not is_call(node, _aten.arange.default, _aten.arange.start, _aten.arange.start_step):
+        return False
+    given = arguments(node)
+    return (given.get("start", 0), given["end"], given.get("step", 1)) == (0, rows, 1)
+
+
+def _rows(node: Node | None) -> int:
+    return 0 if node is None or not shape_of(node) else shape_of(node)[0]
+
+
+_RULES: dict[Any, Callable[[Node, _StateOf], Split | None]] = {
+    **dict.fromkeys(
+        (_aten.sort.default, _aten.sort.stable, _aten.argsort.default, _aten.argsort.stable), _sort
+    ),
+    **dict.fromkeys((_aten.floor_divide.default, _aten.div.Tensor_mode), _divide),
+    **dict.fromkeys((_aten.empty_like.default, _aten.zeros_like.default), _like),
+    **dict.fromkeys((_aten.index.Tensor, _aten.index_select.default), _take),
+    **dict.fromkeys((_aten.index_put.default, _aten.index_add.default, _aten.scatter.src), _put),
+    _aten._to_copy.default: _cast,
+    _aten.histc.default: _count,
+    _aten.cumsum.default: _cumulate,
+}

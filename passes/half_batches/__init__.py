@@ -17,7 +17,8 @@ those of the full batch, except for the order of sums in gradients of parameters
 before sharding, so every rank holds a part of the tokens of each half.
 
 The layers are split, and cheap operators around them. Embeddings are looked up for the full batch,
-and the halves are joined before a wide product, the head. Requires and preserves normal form.
+and the halves are joined before a wide product, the head. Experts that sort the rows of the batch
+sort those of each half (:mod:`.sorted_rows`). Requires and preserves normal form.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def half_batches(captured: Captured) -> None:
     """Split the layers of ``captured`` in place, or decline with a reason and do not change it.
 
     The batch is dim 0 of the inputs with two or more dims. Operators in layers that mix it (batch
-    norm, experts that sort tokens, statistics over the batch) cannot be split, nor can a batch of
-    an odd size.
+    norm, experts that choose tokens, statistics over the batch) cannot be split, nor can a batch
+    of an odd size.
     """
     graph = captured.module.graph
     try:

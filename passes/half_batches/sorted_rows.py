@@ -125,7 +125,14 @@ def _are_ends(ends: Node, sort: Node) -> bool:
     if is_call(ids, _aten.index.Tensor):  # the keys in the order of the sort
         taken, (order,) = ids.args
         return taken is keys and order is not None and _indices_of(sort) == value_of(order)
-    return uncast(ids) is uncast(keys) or (is_getitem(ids) and value_of(ids) == (sort, 0))
+    return _same(ids, uncast(keys)) or (is_getitem(ids) and value_of(ids) == (sort, 0))
+
+
+def _same(left: Node, right: Node) -> bool:
+    """Whether both are one value, which a model may well flatten twice."""
+    reshape = _aten.reshape.default
+    flattened = is_call(left, reshape) and is_call(right, reshape) and left.args == right.args
+    return left is right or flattened
 
 
 def _indices_of(sort: Node) -> Value:
@@ -155,7 +162,7 @@ def _source_and_picks(node: Node) -> tuple[Node, Node | None]:
     if "indices" in given:
         picks = given["indices"][0] if len(given["indices"]) == 1 else None
     else:
-        picks = given["index"] if given["dim"] == -len(shape_of(given["self"])) else None
+        picks = given["index"] if given["dim"] % len(shape_of(given["self"])) == 0 else None
     if picks is None or picks.meta["val"].dtype == torch.bool:
         return given["self"], None
     return given["self"], picks

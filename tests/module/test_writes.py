@@ -16,12 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.nn import functional as F
 
 from sp_compiler import UnsupportedError
 from sp_compiler.module.dtensors.gathered_views import write_through_views
 from sp_compiler.module.dtensors.patches import draw_whole_tensors, read_true_numbers
 from sp_compiler.module.dtensors.plain_operands import take_plain_operands
 from sp_compiler.module.dtensors.segmented_shard import segmented_shard
+from tests.helpers.fake_group import fake_mesh
 from tests.helpers.ranks import run_on_ranks
 
 _PLACES: dict[str, Callable[[], Any]] = {
@@ -304,3 +306,19 @@ def test_a_view_of_gathered_rows_is_a_dtensor_like_any_other(ranks: Any) -> None
 
 def test_every_function_of_nn_init_is_among_the_fills() -> None:
     assert {"eye_", "dirac_", "orthogonal_", "sparse_", "trunc_normal_"} < set(_INITS)
+
+
+def test_parts_that_require_a_gradient_beside_compiled_modules() -> None:
+    """Code of others with DTensors, as ``parallelize_module`` makes them, works in one process."""
+    for install in (take_plain_operands, write_through_views):
+        install()
+    part = torch.arange(24.0).view(2, 3, 4).requires_grad_()
+    with fake_mesh(2) as mesh:
+        x = DTensor.from_local(part * 1, mesh, [Shard(0)])  # computed, as activations are
+        weight = distribute_tensor(torch.eye(4) * 2, mesh, [Replicate()])
+        bias = distribute_tensor(torch.ones(4), mesh, [Replicate()])
+        y = F.linear(x, weight, bias).transpose(1, 2).to_local()
+    assert torch.equal(y, part.detach().transpose(1, 2) * 2 + 1)
+    y.sum().backward()
+    assert part.grad is not None
+    assert torch.equal(part.grad, torch.full((2, 3, 4), 2.0))

@@ -10,9 +10,10 @@ anew.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -232,8 +233,7 @@ def _take_view(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     if operation is torch.ops.aten.as_strided.default and _is_whole(*args):
         return torch.ops.aten.alias.default(args[0])
     try:
-        # A view of a tensor that is none of inference mode is none either.
-        with torch.inference_mode(torch.is_inference_mode_enabled() and args[0].is_inference()):
+        with _in_mode_of(args[0]):
             result, sharding = run_past_handlers(operation, args, kwargs)
     except (NotImplementedError, RuntimeError):
         if torch.compiler.is_compiling():
@@ -248,6 +248,18 @@ def _take_view(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     if not gathers or torch.compiler.is_compiling():
         return result
     return _standing_for(result, operation, args, kwargs)
+
+
+@contextlib.contextmanager
+def _in_mode_of(x: DTensor) -> Iterator[None]:
+    """Leave inference mode for views of ``x`` if that is no tensor of it: they are none either."""
+    if not torch.is_inference_mode_enabled() or x.is_inference():
+        yield
+        return
+    # To leave it turns autograd on, beneath which operations have come here. The part of a rank may
+    # require a gradient, as that of DTensor.from_local does, and its views must not know of it.
+    with torch.inference_mode(False), torch._C._AutoDispatchBelowAutograd():
+        yield
 
 
 def _squeeze(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -283,7 +295,7 @@ def _standing_for(
     source, *others = args
 
     def standing_for(value: DTensor, view: _View) -> GatheredView:
-        with torch.inference_mode(torch.is_inference_mode_enabled() and source.is_inference()):
+        with _in_mode_of(source):
             copied = GatheredView(value._local_tensor, value._spec, requires_grad=False)
         copied._source, copied._view, copied._seen = source, view, _state(source)
         return copied

@@ -110,6 +110,9 @@ class Placement:
 
     def padding(self, world_size: int) -> int:
         """Return the number of padding elements of ``dim``, over all ranks together."""
+        # Every collective of a step asks, of rows nearly all of them.
+        if not self.segments:
+            return 0
         return sum(self.padded_segments(world_size)) - sum(self.segments)
 
     def true_parts(self, rank: int, world_size: int) -> list[int]:

@@ -7,7 +7,7 @@ Nodes keep their meta; a ``wait`` gets that of its collective, with ``meta["orig
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -21,8 +21,8 @@ from sp_compiler.ir.rewriting import make_like
 from sp_compiler.ir.symbolic import Sizes
 from sp_compiler.ops.convert import WAIT
 from sp_compiler.passes.overlap.tasks import GraphTasks, graph_tasks
-from sp_compiler.solve.block_schedule import Block, least_us, most_beside, peak_bytes, simulate
-from sp_compiler.solve.list_schedule import list_schedule
+from sp_compiler.solve.block_schedule import Block, most_beside, peak_bytes, simulate
+from sp_compiler.solve.list_schedule import ListSchedule
 
 _wait = WAIT.overload
 
@@ -74,15 +74,11 @@ class Unordered:
 
     Attributes:
         example: maps nodes of the copy with the example's sizes to those of ``graph``.
-        given_bytes: peak of ``graph`` in its own order, below which no limit can be met.
-        quick_times_us: what :meth:`quick_us` has returned, by its argument.
     """
 
     graph: Graph
     example: Concretizer
     tasks: GraphTasks
-    given_bytes: int
-    quick_times_us: dict[int, float] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -96,21 +92,26 @@ class Unordered:
         # then applied to the nodes that the copy was made from.
         example = Concretizer(sizes)
         tasks = graph_tasks(example.graph(graph), own_parameters, hardware)
-        given_bytes = peak_bytes(tasks.block, range(len(tasks.block.tasks)))
-        return cls(graph, example, tasks, given_bytes)
+        return cls(graph, example, tasks)
 
     @cached_property
+    def search(self) -> ListSchedule:
+        """The search for orders, one for all limits."""
+        return ListSchedule(self.tasks.block)
+
+    @property
+    def given_bytes(self) -> int:
+        """Peak of ``graph`` in its own order, below which no limit can be met."""
+        return self.tasks.block.given_bytes
+
+    @property
     def least_us(self) -> float:
         """A time below which there is no order."""
-        return least_us(self.tasks.block)
+        return self.search.least_us
 
     def quick_us(self, room_bytes: int) -> float:
         """Return about the time of :meth:`scheduled`."""
-        if room_bytes not in self.quick_times_us:
-            block = self.tasks.block
-            order = list_schedule(block, room_bytes, quick=True)
-            self.quick_times_us[room_bytes] = simulate(block, order).time_us
-        return self.quick_times_us[room_bytes]
+        return self.search.quick_us(room_bytes)
 
     def scheduled(self, room_bytes: int, least_beside: float = 0.0) -> Schedule:
         """Return a good order; the arguments are those of :func:`overlapped`."""
@@ -118,7 +119,7 @@ class Unordered:
         if not block.wait_of or most_beside(block) < least_beside:
             given_us = simulate(block, range(len(block.tasks))).time_us
             return Schedule(self.graph, (), (), block.compute_us, given_us, self.given_bytes)
-        order = list_schedule(block, room_bytes)
+        order = self.search.order(room_bytes)
         blocking = _blocking(block, order)
         # A start with its wait right after it is a blocking call, as the graph has it already.
         overlaps = len(blocking) < len(block.wait_of)

@@ -53,6 +53,8 @@ _PRODUCTS = {
 
 def tensor_bytes(value: object) -> int:
     """Return the bytes of a tensor, or of all results of an operator."""
+    if isinstance(value, Tensor):  # nearly always: without the cost of looking for leaves
+        return value.numel() * value.element_size()
     leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
     return sum(leaf.numel() * leaf.element_size() for leaf in leaves)
 

@@ -9,7 +9,7 @@ compute stream until it is complete. :func:`simulate` returns the time of an ord
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -79,6 +79,22 @@ class Block:
         return self.tasks[position].link_us > 0 or position in self.wait_of
 
     @cached_property
+    def on_link(self) -> tuple[bool, ...]:
+        """Whether a task is a collective, or the start of one or the wait for it, by its
+        position."""
+        return tuple(self.communicates(i) or i in self.starts_of for i in range(len(self.tasks)))
+
+    @cached_property
+    def num_needs(self) -> tuple[int, ...]:
+        """Number of the tasks that a task needs, by its position."""
+        return tuple(len(dict.fromkeys(task.needs)) for task in self.tasks)
+
+    @cached_property
+    def times_us(self) -> tuple[float, ...]:
+        """Kernel time, by position."""
+        return tuple(task.time_us for task in self.tasks)
+
+    @cached_property
     def leads_to_link(self) -> tuple[bool, ...]:
         """Whether some collective follows a task, by its position."""
         leads = [False] * len(self.tasks)
@@ -89,8 +105,20 @@ class Block:
 
     @cached_property
     def holders(self) -> tuple[tuple[int, ...], ...]:
-        """Storages that a task makes or reads, each once, by the task's position."""
-        return tuple(tuple(dict.fromkeys((*task.makes, *task.reads))) for task in self.tasks)
+        """Storages that a task makes or reads and that die in the block, each once, by the task's
+        position."""
+        dying = [bool(size) for size in self.storage_bytes]
+        for storage in self.returned:
+            dying[storage] = False
+        return tuple(
+            tuple(each for each in dict.fromkeys((*task.makes, *task.reads)) if dying[each])
+            for task in self.tasks
+        )
+
+    @cached_property
+    def run_bytes(self) -> tuple[int, ...]:
+        """Additional bytes while a task runs, by its position."""
+        return tuple(task.run_bytes for task in self.tasks)
 
     @cached_property
     def made_bytes(self) -> tuple[int, ...]:
@@ -99,8 +127,8 @@ class Block:
 
     @cached_property
     def num_holders(self) -> tuple[int, ...]:
-        """Number of tasks that make or read a storage; one more of those that are returned."""
-        counts = [int(storage in self.returned) for storage in range(len(self.storage_bytes))]
+        """Number of tasks that make or read a storage that dies in the block."""
+        counts = [0] * len(self.storage_bytes)
         for held in self.holders:
             for storage in held:
                 counts[storage] += 1
@@ -138,7 +166,22 @@ class Block:
     @cached_property
     def compute_us(self) -> float:
         """Time of all kernels."""
-        return sum(task.time_us for task in self.tasks)
+        return sum(self.times_us)
+
+    @cached_property
+    def link_us(self) -> float:
+        """Time of all collectives."""
+        return sum(task.link_us for task in self.tasks)
+
+    @cached_property
+    def most_bytes(self) -> int:
+        """Bytes that no order exceeds: all that is ever made, beside the largest need of a task."""
+        return sum(self.storage_bytes) + max(self.run_bytes, default=0)
+
+    @cached_property
+    def given_bytes(self) -> int:
+        """Peak of the tasks in their own order."""
+        return peak_bytes(self, range(len(self.tasks)))
 
 
 @dataclass(frozen=True)
@@ -166,26 +209,68 @@ def simulate(block: Block, order: Sequence[int], link_factor: float = 1.0) -> Ti
     Args:
         link_factor: factor by which collectives take longer than in ``block``.
     """
-    now_us = link_free_us = 0.0
+    clock = Clock(block, link_factor)
     starts_us, ends_us = [0.0] * len(block.tasks), [0.0] * len(block.tasks)
-    arrival_us: dict[int, float] = {}
     for position in order:
-        task = block.tasks[position]
-        starts_us[position] = now_us
-        if block.communicates(position):
-            # One link: a collective begins when the one before has ended.
-            link_free_us = max(now_us, link_free_us) + task.link_us * link_factor
-            arrival_us[position] = link_free_us
-            if position not in block.wait_of:  # it is waited for where it starts
-                now_us = link_free_us
-        elif task.waits_for is not None:
-            now_us = max(now_us, arrival_us[task.waits_for])
-        now_us += task.time_us
-        ends_us[position] = now_us
-    # What nobody waited for has to arrive as well.
-    time_us = max(now_us, link_free_us)
-    exposed_us = time_us - block.compute_us
-    return Timeline(tuple(starts_us), tuple(ends_us), arrival_us, time_us, exposed_us)
+        starts_us[position] = clock.now_us
+        clock.run(position)
+        ends_us[position] = clock.now_us
+    exposed_us = clock.time_us - block.compute_us
+    return Timeline(tuple(starts_us), tuple(ends_us), clock.arrival_us, clock.time_us, exposed_us)
+
+
+class Clock:
+    """Time of the compute stream and of the link while tasks of a block run one after another.
+
+    Args:
+        link_factor: factor by which collectives take longer than in ``block``.
+
+    Attributes:
+        now_us: time of the compute stream.
+        link_free_us: when the link has carried all that was started.
+        arrival_us: by start, when its collective is complete.
+        least_us: a time before which the block does not end, whatever runs from here on.
+    """
+
+    def __init__(self, block: Block, link_factor: float = 1.0) -> None:
+        self.now_us = self.link_free_us = 0.0
+        self.arrival_us: dict[int, float] = {}
+        self.least_us = block.compute_us
+        self._block, self._factor = block, link_factor
+        self._idle_us, self._link_left_us = 0.0, block.link_us * link_factor
+
+    @property
+    def time_us(self) -> float:
+        """The time when all has run: what nobody waited for has to arrive as well."""
+        return max(self.now_us, self.link_free_us)
+
+    def run(self, position: int) -> None:
+        """Run a task."""
+        block = self._block
+        if block.on_link[position]:
+            if position in block.starts_of:
+                self._wait(block.starts_of[position])
+            else:
+                self._send(position)
+        self.now_us += block.times_us[position]
+
+    def _send(self, position: int) -> None:
+        link_us = self._block.tasks[position].link_us
+        # One link: a collective begins when the one before has ended.
+        arrival_us = max(self.now_us, self.link_free_us) + link_us * self._factor
+        self.link_free_us = self.arrival_us[position] = arrival_us
+        self._link_left_us -= link_us * self._factor
+        behind_us = max(self._link_left_us, self._block.to_end_us[position] - link_us)
+        self.least_us = max(self.least_us, arrival_us + behind_us)
+        if position not in self._block.wait_of:  # it is waited for where it starts
+            self._wait(position)
+
+    def _wait(self, start: int) -> None:
+        idle_us = self.arrival_us[start] - self.now_us
+        if idle_us > 0:
+            self.now_us = self.arrival_us[start]
+            self._idle_us += idle_us
+            self.least_us = max(self.least_us, self._block.compute_us + self._idle_us)
 
 
 def least_us(block: Block) -> float:
@@ -257,8 +342,7 @@ def is_valid(block: Block, order: Sequence[int]) -> bool:
 
 def peak_bytes(block: Block, order: Sequence[int]) -> int:
     """Return the peak of bytes when ``block`` runs in ``order``."""
-    memory = Memory(block)
-    return max((memory.run(position) for position in order), default=0)
+    return Memory(block).run_all(order, math.inf)
 
 
 class Memory:
@@ -284,13 +368,33 @@ class Memory:
 
     def run(self, position: int) -> int:
         """Run a task and return the bytes that exist while it runs."""
-        task, sizes = self._block.tasks[position], self._block.storage_bytes
-        reached_bytes = self.live_bytes + task.run_bytes
-        for storage in task.makes:
-            self.live_bytes += sizes[storage]
+        block, left = self._block, self._holders_left
+        reached_bytes = self.live_bytes + block.run_bytes[position]
+        self.live_bytes += block.made_bytes[position]
         # What it makes may die with it: a result that nothing reads.
-        for storage in self._block.holders[position]:
-            self._holders_left[storage] -= 1
-            if not self._holders_left[storage]:
-                self.live_bytes -= sizes[storage]
+        for storage in block.holders[position]:
+            left[storage] -= 1
+            if not left[storage]:
+                self.live_bytes -= block.storage_bytes[storage]
         return reached_bytes
+
+    def run_all(self, order: Iterable[int], limit_bytes: float) -> int:
+        """Run tasks, up to the first beside which more than ``limit_bytes`` exist, and return the
+        most bytes that existed."""
+        # As `run` does, which walks call so often that a loop of one would cost them a tenth more.
+        block, left, live_bytes, most_bytes = self._block, self._holders_left, self.live_bytes, 0
+        run_bytes, made_bytes, holders = block.run_bytes, block.made_bytes, block.holders
+        sizes = block.storage_bytes
+        for position in order:
+            reached_bytes = live_bytes + run_bytes[position]
+            if reached_bytes > most_bytes:
+                most_bytes = reached_bytes
+                if reached_bytes > limit_bytes:
+                    break
+            live_bytes += made_bytes[position]
+            for storage in holders[position]:
+                left[storage] -= 1
+                if not left[storage]:
+                    live_bytes -= sizes[storage]
+        self.live_bytes = live_bytes
+        return most_bytes

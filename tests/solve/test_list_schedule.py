@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import networkx
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from benchmarks.exact_schedule import exact_schedule
 from sp_compiler.solve.block_schedule import (
     Block,
+    Clock,
     Memory,
     Task,
     is_valid,
@@ -18,7 +20,8 @@ from sp_compiler.solve.block_schedule import (
     peak_bytes,
     simulate,
 )
-from sp_compiler.solve.list_schedule import list_schedule
+from sp_compiler.solve.list_schedule import ListSchedule, list_schedule
+from sp_compiler.solve.schedule_walk import Fitting, Walked, Wishes, walked
 
 
 def random_block(seed: int, num_nodes: int) -> Block:
@@ -166,7 +169,7 @@ def test_collectives_that_take_no_time_are_waited_for() -> None:
 
 def test_kernels_far_behind_wait_until_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A collective under way holds its operand, also beside the kernel that may move no further."""
-    monkeypatch.setattr("sp_compiler.solve.list_schedule._REACH", 8)
+    monkeypatch.setattr("sp_compiler.solve.schedule_walk._REACH", 8)
     for seed in range(20):
         block = random_block(seed, 25)
         tight, _ = limits(block)
@@ -211,5 +214,82 @@ def test_a_long_kernel_is_spared_for_another_collective() -> None:
             Task(time_us=9.0),
         )
     )
-    assert simulate(block, list_schedule(block, 0, quick=True)).time_us == 22.0
+    assert ListSchedule(block).quick_us(0) == 22.0
     assert least_us(block) == 22.0
+
+
+def random_wishes(block: Block, seed: int) -> Wishes:
+    draw = random.Random(seed)
+    return Wishes(
+        tuple(draw.random() for _ in block.tasks),
+        {start: draw.uniform(0, 40) for start in block.wait_of},
+        sparing=draw.random() < 0.5,
+    )
+
+
+@pytest.mark.parametrize("memory", ["tight", "free"])
+def test_a_walk_ends_early_only_if_its_order_would_cost_more(memory: str) -> None:
+    ended = 0
+    for seed in range(60):
+        block = random_block(seed, 25)
+        limit, given = limits(block)[memory == "free"], list(range(len(block.tasks)))
+        wishes, fitting = random_wishes(block, seed), Fitting(block, given)
+        walk = walked(block, limit, wishes, fitting)
+        assert walk is not None
+        assert peak_bytes(block, walk.order) <= limit
+        assert walk.time_us == simulate(block, walk.order).time_us
+        again = walked(block, limit, wishes, fitting, walk.cost_us)
+        assert again is not None
+        assert again.order == walk.order
+        ended += walked(block, limit, wishes, fitting, 0.95 * walk.cost_us) is None
+    assert ended > 40
+
+
+def test_nothing_ends_before_the_clock_says() -> None:
+    for seed in range(40):
+        block = random_block(seed, 25)
+        for link_factor in (1.0, 2.0):
+            clock, bounds = Clock(block, link_factor), []
+            for position in range(len(block.tasks)):
+                clock.run(position)
+                bounds.append(clock.least_us)
+            assert max(bounds) <= clock.time_us + 1e-9, seed
+
+
+def test_bytes_of_several_tasks_are_those_of_one_after_the_other() -> None:
+    for seed in range(20):
+        block = random_block(seed, 12)
+        order, memory, one_by_one = range(len(block.tasks)), Memory(block), Memory(block)
+        reached = [one_by_one.run(position) for position in order]
+        limit = sorted(reached)[len(reached) // 2]
+        first_above = next(bytes_ for bytes_ in reached if bytes_ > limit)
+        assert Memory(block).run_all(order, limit) == first_above
+        assert memory.run_all(order, max(reached)) == max(reached)
+        assert memory.live_bytes == one_by_one.live_bytes
+
+
+def test_one_search_finds_for_all_limits_what_a_new_one_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where walks that nothing limited stand for those with more memory."""
+    walks = 0
+
+    def counted(*args: Any) -> Walked | None:
+        nonlocal walks
+        walks += 1
+        return walked(*args)
+
+    monkeypatch.setattr("sp_compiler.solve.list_schedule.walked", counted)
+    for seed in range(10):
+        block = random_block(seed, 16)
+        tight, free = limits(block)
+        search = ListSchedule(block)
+        for limit in (tight, (tight + free) // 2, free, 2 * free):
+            quick_us, walks_before = search.quick_us(limit), walks
+            assert search.quick_us(limit) == quick_us
+            assert walks == walks_before
+            assert ListSchedule(block).quick_us(limit) == quick_us
+            assert search.order(limit) == list_schedule(block, limit)
+        walks_before = walks
+        search.quick_us(3 * free)
+        assert walks == walks_before

@@ -1,0 +1,314 @@
+"""A walk along a block with a clock, which gives one order of its tasks, as priorities say.
+
+Memory: at each step, the rest of the block can still run below the limit in an order that is known
+to fit, so that every walk completes.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from sp_compiler.solve.block_schedule import Block, Clock, Memory, simulate
+
+# How far a kernel may fall behind others of the given order. It bounds the time to schedule a model
+# that is one region of thousands of kernels; blocks are shorter.
+_REACH = 400
+# Collectives that take twice as long as the model of the hardware says: an order that hides them
+# too is better than one that hides them just so.
+_SLOW_LINK, _SLOW_WEIGHT = 2.0, 0.1
+# "Soon" for a kernel that spares itself: less than this share of its own time.
+_SOON = 0.5
+_ROUNDING = 1e-9  # of sums of the same times in another order
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """Priorities between tasks that may run at the same time.
+
+    Attributes:
+        ranks: priority by task; the lowest comes first.
+        latest_us: by start, the time until which it may be delayed; others start as soon as
+            possible.
+        sparing: whether to wait for what arrives soon, rather than spend a long kernel that could
+            hide all of another collective.
+    """
+
+    ranks: tuple[float, ...]
+    latest_us: Mapping[int, float] = field(default_factory=dict)
+    sparing: bool = False
+
+
+class Fitting:
+    """An order that is known to fit, to which a walk can return at any time.
+
+    Attributes:
+        order: its tasks.
+        place: index in ``order``, by task.
+        reached_bytes: bytes that exist while a task runs, by its index in ``order``.
+        made_bytes: bytes of the storages that a task makes, likewise.
+        can_run: whether a task can run after a set of others (one bit each), as far as that was
+            asked: most walks meet the sets of the walks before.
+        limits: whether something did not fit in some walk: with more memory it may be another.
+    """
+
+    def __init__(self, block: Block, order: Sequence[int]) -> None:
+        self.order = order
+        memory = Memory(block)
+        self.reached_bytes = [memory.run(position) for position in order]
+        self.made_bytes = [block.made_bytes[position] for position in order]
+        self.place = {position: place for place, position in enumerate(order)}
+        self.limits = False
+        self.can_run: dict[tuple[int, int], bool] = {}
+
+
+@dataclass(frozen=True)
+class Walked:
+    """The order of a walk.
+
+    Attributes:
+        time_us: of the order.
+        cost_us: time and a part of what it would take on a slow link: what orders are compared by.
+        fitting: the order to which the walk could return.
+        start_us: when the compute stream reaches each task, by position.
+    """
+
+    order: list[int]
+    wishes: Wishes
+    time_us: float
+    cost_us: float
+    fitting: Fitting
+    start_us: Sequence[float]
+
+
+def as_given(block: Block) -> Walked:
+    """Return the order of ``block`` itself, as if a walk without wishes had found it."""
+    order = list(range(len(block.tasks)))
+    timeline, slow = simulate(block, order), simulate(block, order, _SLOW_LINK)
+    cost_us = _cost_us(timeline.time_us, slow.time_us)
+    wishes = Wishes((0.0,) * len(order))
+    fitting = Fitting(block, order)
+    return Walked(order, wishes, timeline.time_us, cost_us, fitting, timeline.start_us)
+
+
+def walked(
+    block: Block,
+    limit_bytes: int,
+    wishes: Wishes,
+    fitting: Fitting,
+    most_us: float = math.inf,
+) -> Walked | None:
+    """Walk once along ``block``; return ``None`` if the order would cost more than ``most_us``.
+
+    Args:
+        fitting: an order below ``limit_bytes``; walks with the same limit may share it.
+    """
+    return _Walk(block, limit_bytes, wishes, fitting).walked(most_us)
+
+
+def _cost_us(time_us: float, slow_us: float) -> float:
+    return time_us + _SLOW_WEIGHT * slow_us
+
+
+class _Walk:
+    def __init__(self, block: Block, limit_bytes: int, wishes: Wishes, fitting: Fitting) -> None:
+        self._block, self._limit_bytes, self._wishes = block, limit_bytes, wishes
+        self._fitting, self._ranks = fitting, wishes.ranks
+        self._on_link, self._times_us, self._users = block.on_link, block.times_us, block.users
+        self._memory = Memory(block)
+        # Often all that the block ever makes fits at once, beside a head with a large vocabulary.
+        self._all_fit = block.most_bytes <= limit_bytes
+        self._needs_left = list(block.num_needs)
+        # What is ready, each list in order of preference: kernels by rank, starts by latest start,
+        # waits by arrival.
+        self._kernels: list[tuple[float, int]] = []
+        self._starts: list[tuple[float, int]] = []
+        self._waits: list[tuple[float, int]] = []
+        self._done = 0  # a set, one bit per task
+        self._first_left, self._last_done = 0, -1  # places in ``fitting``
+        self._ran = bytearray(len(block.tasks))  # whether the task at each of these has run
+        self._clock, self._slow_clock = Clock(block), Clock(block, _SLOW_LINK)
+        self._start_us = [0.0] * len(block.tasks)
+        self._under_way: dict[int, None] = {}  # starts; a set with an order
+        self._order: list[int] = []
+        for position, left in enumerate(self._needs_left):
+            if not left:
+                self._add_ready(position)
+
+    def walked(self, most_us: float) -> Walked | None:
+        """Walk once."""
+        on_link, clock, slow_clock = self._on_link, self._clock, self._slow_clock
+        most_us *= 1 + _ROUNDING
+        for _ in self._block.tasks:
+            position = self._next()
+            self._run(position)
+            # Only these move what the clocks know of the end.
+            if on_link[position] and _cost_us(clock.least_us, slow_clock.least_us) > most_us:
+                return None
+        return Walked(
+            self._order,
+            self._wishes,
+            clock.time_us,
+            _cost_us(clock.time_us, slow_clock.time_us),
+            self._fitting,
+            self._start_us,
+        )
+
+    def _next(self) -> int:
+        now_us, waits = self._clock.now_us, self._waits
+        arrival_us, wait = waits[0] if waits else (math.inf, -1)
+        if arrival_us <= now_us:
+            return wait  # costs nothing, and what was sent may go
+        oldest = self._fitting.order[self._first_left]
+        behind = self._last_done - self._first_left >= _REACH
+        if behind and oldest not in self._block.starts_of:
+            # What is on its way may have to arrive first, for until then what was sent is alive.
+            return oldest if self._fits(oldest) else wait
+        kernel = None
+        for _, each in self._kernels:
+            if self._fits(each):
+                kernel = each
+                break
+        start = self._start_before(kernel) if self._starts else None
+        if start is not None:
+            return start
+        if kernel is not None:
+            if not waits:
+                return kernel
+            spares = self._wishes.sparing and self._spares(kernel, arrival_us - now_us)
+            # A wait that ranks before the kernel: so long a kernel would delay what follows it.
+            ranks = self._ranks
+            if not spares and ranks[kernel] < min([ranks[each] for _, each in waits]):
+                return kernel
+        # Nothing to do meanwhile, or nothing that fits: the clock goes on to the next arrival. With
+        # nothing under way, the next of the order that fits does fit.
+        return wait if waits else oldest
+
+    def _spares(self, kernel: int, left_us: float) -> bool:
+        """Return whether ``kernel``, which no collective needs, is too long to hide the rest of
+        what arrives then."""
+        soon = left_us < _SOON * self._times_us[kernel]
+        return soon and not self._block.leads_to_link[kernel]
+
+    def _start_before(self, kernel: int | None) -> int | None:
+        """Return the collective that has to start now, if the next kernel is ``kernel``."""
+        ends_us = self._clock.now_us
+        if kernel is not None:
+            ends_us += self._times_us[kernel]
+            if self._clock.link_free_us > ends_us:
+                return None  # it would only queue, before one that may become more urgent
+        for latest_us, start in self._starts:
+            if (kernel is None or latest_us < ends_us) and self._fits(start):
+                return start
+        return None
+
+    def _fits(self, position: int) -> bool:
+        """Return whether after ``position`` the rest can run in the order that fits."""
+        if self._all_fit:
+            return True
+        if self._memory.live_bytes + self._block.run_bytes[position] > self._limit_bytes:
+            self._fitting.limits = True
+            return False
+        # The rest fits as it is. Nothing exists earlier if it goes on in the order that fits, or
+        # with a task that makes nothing.
+        is_next = position == self._fitting.order[self._first_left]
+        if is_next or not self._block.made_bytes[position]:
+            return True
+        key, known = (self._done, position), self._fitting.can_run
+        if key not in known:
+            known[key] = self._returns_after(position)
+            self._fitting.limits |= not known[key]
+        return known[key]
+
+    def _returns_after(self, position: int) -> bool:
+        # First what is under way arrives, which only frees memory.
+        wait_of, place = self._block.wait_of, self._fitting.place
+        starts = [*self._under_way, position]
+        first = [position, *(wait_of[start] for start in starts if start in wait_of)]
+        ran = self._ran.copy()
+        for each in first:
+            ran[place[each]] = 1
+        begin, end = self._first_left, max(self._last_done, place[position]) + 1
+        end = begin + self._num_tight(begin, end, ran[begin:end])
+        if end == begin:
+            return True
+        memory = self._memory.copy()
+        memory.run_all(first, math.inf)
+        left = zip(self._fitting.order[begin:end], ran[begin:end], strict=True)
+        rest = [each for each, has_run in left if not has_run]
+        return memory.run_all(rest, self._limit_bytes) <= self._limit_bytes
+
+    def _num_tight(self, begin: int, end: int, ran: bytearray) -> int:
+        """Return how many of the places from ``begin`` to ``end`` of the order that fits may need
+        more than the limit or lie before one that does.
+
+        Args:
+            ran: of each, whether its task has run; behind ``end`` none has.
+        """
+        # There is at most what exists in that order, and what was made early.
+        reached_bytes = self._fitting.reached_bytes[begin:end]
+        made_bytes = self._fitting.made_bytes[begin:end]
+        left_bytes = self._limit_bytes
+        places = zip(reversed(ran), reversed(reached_bytes), reversed(made_bytes), strict=True)
+        for index, (has_run, reached, made) in enumerate(places):
+            if has_run:
+                left_bytes -= made
+            elif reached > left_bytes:
+                return end - begin - index
+        return 0
+
+    def _run(self, position: int) -> None:
+        self._start_us[position] = self._clock.now_us
+        if self._on_link[position]:
+            self._run_on_link(position)
+        else:  # most tasks, without the cost of five calls
+            self._kernels.remove((self._ranks[position], position))
+            time_us = self._times_us[position]
+            self._clock.now_us += time_us
+            self._slow_clock.now_us += time_us
+        self._memory.run(position)
+        self._order.append(position)
+        self._done |= 1 << position
+        self._move_on(position)
+        needs_left = self._needs_left
+        for user in self._users[position]:
+            needs_left[user] -= 1
+            if not needs_left[user]:
+                self._add_ready(user)
+
+    def _run_on_link(self, position: int) -> None:
+        ready, key = self._place_ready(position)
+        ready.remove((key, position))
+        self._clock.run(position)
+        self._slow_clock.run(position)
+        if position in self._block.wait_of:
+            self._under_way[position] = None
+        elif position in self._block.starts_of:
+            del self._under_way[self._block.starts_of[position]]
+
+    def _move_on(self, position: int) -> None:
+        """Note in the order that fits that ``position`` has run."""
+        ran, place = self._ran, self._fitting.place[position]
+        ran[place] = 1
+        if place > self._last_done:
+            self._last_done = place
+        if place == self._first_left:
+            next_left = ran.find(0, place)
+            self._first_left = len(ran) if next_left < 0 else next_left
+
+    def _add_ready(self, position: int) -> None:
+        if self._on_link[position]:
+            ready, key = self._place_ready(position)
+            insort(ready, (key, position))
+        else:
+            insort(self._kernels, (self._ranks[position], position))
+
+    def _place_ready(self, position: int) -> tuple[list[tuple[float, int]], float]:
+        """Return the list that has a task on the link while it is ready, and its key there."""
+        if position in self._block.starts_of:
+            return self._waits, self._clock.arrival_us[self._block.starts_of[position]]
+        if position in self._block.wait_of:
+            return self._starts, self._wishes.latest_us.get(position, 0.0)
+        return self._kernels, self._ranks[position]  # it is waited for where it starts

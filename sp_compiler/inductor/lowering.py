@@ -13,6 +13,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_arg
@@ -95,7 +96,12 @@ def trace(function: Callable[..., Any], tp: Communicator, arguments: Sequence[An
     # With open sizes operators must decompose in Python, where sizes may be symbols; with fixed
     # ones they do so in C++, which is quicker.
     is_open = any(isinstance(x, torch.SymInt) or x._has_symbolic_sizes_strides for x in values)
-    with torch.no_grad(), enable_python_dispatcher() if is_open else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        # Nobody runs the graph as Python code: only the key of Inductor's cache needs its text.
+        stack.enter_context(_use_lazy_graph_module(True))
+        if is_open:
+            stack.enter_context(enable_python_dispatcher())
         functional = torch.func.functionalize(flat)
         module = make_fx(functional, decomposition_table=select_decomp_table())(*values)
     graph = module.graph

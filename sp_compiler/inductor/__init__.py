@@ -6,7 +6,8 @@
    which is when each becomes a graph. Kernels are made when the program first runs: by the runtime,
    on all ranks or on none, or by a function's own call where ranks are simulated. 3.
    :mod:`.lowering` is the only module that touches Inductor: from a function to a graph of ATen
-   operators, and from that to kernels.
+   operators, and from that to kernels. 4. :mod:`.inlining` puts graphs of dropout and its like
+   into those of the functions.
 
 No collective, group or rank is in such a graph, so ranks compile alike, share what one of them has
 put in Inductor's cache on disk, and never wait for each other in here.

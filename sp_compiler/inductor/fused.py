@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sp_compiler.base.warn import warn
+from sp_compiler.inductor.inlining import Inlining
 from sp_compiler.inductor.lowering import Traced, compile_graph, trace
 from sp_compiler.ops.communicator import Communicator
 
@@ -19,6 +20,8 @@ class TracingRank(Communicator):
 
     def __init__(self, rank: Tensor, world_size: int) -> None:
         super().__init__(None, rank, world_size, _NoLink())
+        # Of all functions that are traced with it, for they have equal calls.
+        self.inlining = Inlining(world_size)
 
 
 class _NoLink:
@@ -62,7 +65,7 @@ class Fused:
     def __call__(self, tp: Communicator, *arguments: Any) -> Any:
         if isinstance(tp, TracingRank):
             try:
-                self._traced = trace(self._function, tp, arguments)
+                self._traced = trace(self._function, tp, arguments, tp.inlining)
                 return self._traced.results
             except Exception as error:  # of torch: whatever operator it cannot trace or decompose
                 self.run_as_written(first_line(error))

@@ -13,10 +13,12 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_arg
 
+from sp_compiler.inductor.inlining import Inlining, with_nodes
 from sp_compiler.inductor.shortcuts import shortcuts
 from sp_compiler.ir.symbolic import example_number
 from sp_compiler.ops.communicator import Communicator
@@ -70,10 +72,13 @@ class Traced:
         return tuple(results) if self.several else results[0]
 
 
-def trace(function: Callable[..., Any], tp: Communicator, arguments: Sequence[Any]) -> Traced:
+def trace(
+    function: Callable[..., Any], tp: Communicator, arguments: Sequence[Any], inlining: Inlining
+) -> Traced:
     """Trace ``function(tp, *arguments)`` with fake tensors, one of them the rank.
 
-    The graph has no mutation and none of our custom operators, whose kernels are traced through.
+    The graph has no mutation and none of our custom operators, whose kernels are traced through;
+    ``inlining`` has graphs of some, for tensors of this fake tensor mode.
     """
     from torch._inductor.decomposition import select_decomp_table
 
@@ -85,7 +90,9 @@ def trace(function: Callable[..., Any], tp: Communicator, arguments: Sequence[An
         given = list(arguments)
         for place, value in zip(places, values, strict=True):
             given[place] = value
-        result = function(Communicator(None, rank, tp.world_size), *given)
+        on_rank = Communicator(None, rank, tp.world_size)
+        # Open sizes are symbols of one trace, whose places in another nobody would know.
+        result = function(on_rank if is_open else with_nodes(on_rank), *given)
         several = isinstance(result, tuple)
         return list(result) if several else [result]
 
@@ -95,12 +102,22 @@ def trace(function: Callable[..., Any], tp: Communicator, arguments: Sequence[An
     # With open sizes operators must decompose in Python, where sizes may be symbols; with fixed
     # ones they do so in C++, which is quicker.
     is_open = any(isinstance(x, torch.SymInt) or x._has_symbolic_sizes_strides for x in values)
-    with torch.no_grad(), enable_python_dispatcher() if is_open else contextlib.nullcontext():
-        functional = torch.func.functionalize(flat)
-        module = make_fx(functional, decomposition_table=select_decomp_table())(*values)
-    graph = module.graph
+
+    def traced(function: Callable[..., Any], *values: Any) -> GraphModule:
+        functional = torch.func.functionalize(function)
+        return make_fx(functional, decomposition_table=select_decomp_table())(*values)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        # Nobody runs the graph as Python code: only the key of Inductor's cache needs its text.
+        stack.enter_context(_use_lazy_graph_module(True))
+        if is_open:
+            stack.enter_context(enable_python_dispatcher())
+        module = traced(flat, *values)
+        graph = module.graph
+        rank = graph.find_nodes(op="placeholder")[0]
+        inlining.run(graph, rank, traced)
     graph.eliminate_dead_code()
-    rank = graph.find_nodes(op="placeholder")[0]
     takes_rank = bool(rank.users)
     if not takes_rank:
         graph.erase_node(rank)

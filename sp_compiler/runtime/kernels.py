@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 
+from sp_compiler.base.collector import older_objects_skipped
 from sp_compiler.ir.compiled_program import CompiledProgram, Kernel
 from sp_compiler.runtime.rank_checks import RankAgreement
 
 
+# The import of Inductor makes as many objects as a compilation.
+@older_objects_skipped()
 def compile_kernels(agreement: RankAgreement, compiled: CompiledProgram) -> None:
     """Compile the kernels of ``compiled``; a function that fails on one rank runs as generated on
     all.

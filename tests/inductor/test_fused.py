@@ -21,6 +21,7 @@ from torch._inductor.cpu_vec_isa import VecAVX2, VecISA
 from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._sympy.value_ranges import ValueRanges
@@ -133,6 +134,16 @@ def test_a_traced_function_is_not_run_again() -> None:
     assert (turned.shape, turned.stride()) == ((8, 4), (1, 8))
     assert moved.shape == alone.shape == (4, 8)
     assert turned.fake_mode is mode
+
+
+def test_a_graph_is_not_written_before_its_text_is_read() -> None:
+    recompile = GraphModule.recompile
+    count = mock.patch.object(GraphModule, "recompile", autospec=True, side_effect=recompile)
+    with count as written:
+        traced = fused(lambda tp, x: x.relu(), [torch.ones(4)])._traced
+        assert traced is not None
+        assert not written.called
+        assert "aten.relu" in traced.module.code
 
 
 def test_inputs_get_the_layout_that_was_compiled_for() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -83,3 +84,20 @@ def test_a_rare_one_is_compiled_on_all_ranks_when_it_is_called() -> None:
     assert (agreement.met, rare.compiled) == (["compiles f_2", "compiles f_1"], 1)
     assert rare.written == "rank 0: no memory"
     assert compiled.notes == ["a", "f_1 runs as written, on all ranks: rank 0: no memory"]
+
+
+def test_the_garbage_collector_skips_older_objects_meanwhile() -> None:
+    frozen = []
+
+    class Counting(_Kernel):
+        def compile(self) -> str:
+            frozen.append(gc.get_freeze_count())
+            return super().compile()
+
+    gc.unfreeze()  # what is frozen for all tests
+    try:
+        compile_kernels(_Agreement(), _compiled(Counting("f_1")))  # type: ignore[arg-type]
+        assert frozen[0] > 0
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.freeze()

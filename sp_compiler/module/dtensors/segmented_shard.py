@@ -29,7 +29,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, _Stri
 from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.base.placement import S, Segmentation
 from sp_compiler.base.shards import enlarged
-from sp_compiler.base.strided_rules import teach_strided_rules
+from sp_compiler.module.dtensors.strided_rules import teach_strided_rules
 from sp_compiler.runtime.padding import stored_part
 
 # Factor to segments. Its entries are facts (the factor is a hash of them), so it needs no owner.

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sp_compiler.pass_manager.collector import older_objects_skipped
+from sp_compiler.base.collector import older_objects_skipped
 
 
 class _Cycle:

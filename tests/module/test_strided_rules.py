@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import (
     _StridedShard,
 )
 
-from sp_compiler.base.strided_rules import _first_replicated, _shifting
+from sp_compiler.module.dtensors.strided_rules import _first_replicated, _shifting
 
 
 def test_dims_in_front_move_strided_shards() -> None:

@@ -17,7 +17,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby, product
+from itertools import groupby, pairwise, product
 
 from sp_compiler.solve.block_schedule import Block, least_us, peak_bytes
 from sp_compiler.solve.schedule_walk import Fitting, Walked, Wishes, as_given, walked
@@ -69,7 +69,9 @@ class ListSchedule:
         best = self._best_of_first(limit_bytes)
         enough = block.compute_us > _WORTH_HIDING * block.link_us
         if enough and len(block.tasks) <= _MOST_TASKS:
-            best = _climb(block, limit_bytes, best, self.least_us * (1 + _ROUNDING))
+            bound_us = self.least_us * (1 + _ROUNDING)
+            best = _swap(block, limit_bytes, best, bound_us)
+            best = _climb(block, limit_bytes, best, bound_us)
         return _tidy(block, _late_waits(block, best.order, limit_bytes), limit_bytes)
 
     def _best_of_first(self, limit_bytes: int) -> Walked:
@@ -134,6 +136,30 @@ def _by_next_collective(block: Block) -> tuple[float, ...]:
         )
         to_start_us[position] = task.time_us + min(ways_us, default=math.inf)
     return tuple(math.inf if i in block.starts_of else us for i, us in enumerate(to_start_us))
+
+
+def _swap(block: Block, limit_bytes: int, best: Walked, bound_us: float) -> Walked:
+    """Repeat the walk with one collective held back until the next on the link could start, as long
+    as that finds better orders, of which none takes less than ``bound_us``.
+
+    A walk starts what is ready. Of two chains, such as the halves of a batch, the one that is ahead
+    may need the link a moment later, and has all its kernels behind it.
+    """
+    improved = True
+    while improved and best.time_us > bound_us:
+        improved, fitting = False, Fitting(block, best.order)
+        on_link = [position for position in best.order if block.communicates(position)]
+        for first, second in pairwise(on_link):
+            needs = block.tasks[second].needs
+            ready_us = max((best.start_us[i] + block.times_us[i] for i in needs), default=0.0)
+            latest_us = {**best.wishes.latest_us, first: ready_us + _ROUNDING, second: 0.0}
+            walk = walked(
+                block, limit_bytes, replace(best.wishes, latest_us=latest_us), fitting, best.cost_us
+            )
+            if walk is not None and walk.cost_us < best.cost_us * (1 - _ROUNDING):
+                best, improved = walk, True
+                break
+    return best
 
 
 def _climb(block: Block, limit_bytes: int, best: Walked, bound_us: float) -> Walked:

@@ -70,8 +70,8 @@ class ListSchedule:
         enough = block.compute_us > _WORTH_HIDING * block.link_us
         if enough and len(block.tasks) <= _MOST_TASKS:
             bound_us = self.least_us * (1 + _ROUNDING)
-            best = _swap(block, limit_bytes, best, bound_us)
             best = _climb(block, limit_bytes, best, bound_us)
+            best = _swap(block, limit_bytes, best, bound_us)
         return _tidy(block, _late_waits(block, best.order, limit_bytes), limit_bytes)
 
     def _best_of_first(self, limit_bytes: int) -> Walked:
@@ -145,20 +145,19 @@ def _swap(block: Block, limit_bytes: int, best: Walked, bound_us: float) -> Walk
     A walk starts what is ready. Of two chains, such as the halves of a batch, the one that is ahead
     may need the link a moment later, and has all its kernels behind it.
     """
-    improved = True
-    while improved and best.time_us > bound_us:
-        improved, fitting = False, Fitting(block, best.order)
+    given_ranks = _in_given_order(block)
+    tried: Walked | None = None
+    while best is not tried and best.time_us > bound_us:
+        tried, fitting = best, Fitting(block, best.order)
         on_link = [position for position in best.order if block.communicates(position)]
-        for first, second in pairwise(on_link):
+        for (first, second), ranks in product(pairwise(on_link), (tried.wishes.ranks, given_ranks)):
             needs = block.tasks[second].needs
-            ready_us = max((best.start_us[i] + block.times_us[i] for i in needs), default=0.0)
-            latest_us = {**best.wishes.latest_us, first: ready_us + _ROUNDING, second: 0.0}
-            walk = walked(
-                block, limit_bytes, replace(best.wishes, latest_us=latest_us), fitting, best.cost_us
-            )
+            ready_us = max((tried.start_us[i] + block.times_us[i] for i in needs), default=0.0)
+            latest_us = {**tried.wishes.latest_us, first: ready_us + _ROUNDING, second: 0.0}
+            wishes = replace(tried.wishes, ranks=ranks, latest_us=latest_us)
+            walk = walked(block, limit_bytes, wishes, fitting, best.cost_us)
             if walk is not None and walk.cost_us < best.cost_us * (1 - _ROUNDING):
-                best, improved = walk, True
-                break
+                best = walk
     return best
 
 

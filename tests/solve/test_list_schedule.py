@@ -293,3 +293,36 @@ def test_one_search_finds_for_all_limits_what_a_new_one_does(
         walks_before = walks
         search.quick_us(3 * free)
         assert walks == walks_before
+
+
+def test_a_collective_yields_to_one_with_more_kernels_behind_it() -> None:
+    """Two halves of a layer, each with a sum and a gather between attention and MLP.
+
+    When the second half's sum could start, a norm is all that is left before the first half's
+    gather, behind which most of its kernels are.
+    """
+    tasks: list[Task] = []
+    gathers, sums = [], []
+
+    def kernels(need: int | None, *times_us: float) -> int:
+        for time_us in times_us:
+            tasks.append(Task(needs=() if need is None else (need,), time_us=time_us))
+            need = len(tasks) - 1
+        return len(tasks) - 1
+
+    def collective(need: int, starts: list[int]) -> int:
+        starts.append(len(tasks))
+        tasks.append(Task(needs=(need,), link_us=60.0))
+        tasks.append(Task(needs=(starts[-1],), waits_for=starts[-1]))
+        return len(tasks) - 1
+
+    halves = [kernels(None, 15.0), kernels(None, 15.0)]
+    attention, norm, mlp = [7.0] * 10, [2.0] * 7, [60.0, 5.0, 60.0, 5.0, 60.0]
+    for starts, times_us in ((gathers, attention), (sums, norm), (gathers, mlp)):
+        halves = [kernels(collective(half, starts), *times_us) for half in halves]
+    halves = [collective(half, sums) for half in halves]
+    block = Block(tuple(tasks))
+    order = list_schedule(block, 0)
+    assert order.index(gathers[2]) < order.index(sums[1])
+    # Started as soon as it could, the sum would make it 775.
+    assert simulate(block, order).time_us == 743.0

@@ -302,7 +302,8 @@ def test_a_collective_yields_to_one_with_more_kernels_behind_it() -> None:
     gather, behind which most of its kernels are.
     """
     tasks: list[Task] = []
-    gathers, sums = [], []
+    gathers: list[int] = []
+    sums: list[int] = []
 
     def kernels(need: int | None, *times_us: float) -> int:
         for time_us in times_us:

@@ -321,9 +321,9 @@ class Compilation:
         # sharded region of each.
         partitioned: dict[str, Partitioned] = {}
         for region in tagged.program.regions:
-            name, loss = region.name, wanted[tagged.origins[region.name]].loss_output
-            joint = tagged.joints[name]
-            partitioned[name] = run(Pass.PARTITION, partition, joint, loss, region=name)
+            name, joint = region.name, tagged.joints[region.name]
+            own = wanted[tagged.origins[name]]
+            partitioned[name] = run(Pass.PARTITION, partition, joint, own, region=name)
             if options.split_backward:
                 to_split = partitioned[name], region.input_kinds
                 partitioned[name] = run(Pass.SPLIT_BACKWARD, split_backward, *to_split, region=name)

@@ -354,7 +354,11 @@ def test_several_gradients_are_equal_to_the_bit() -> None:
 def test_sums_of_half_batches_are_left() -> None:
     """Accumulated in the function of the call before, to the bit as in one's own."""
     links = dict.fromkeys(SLOW.interconnect, Link(0.0, 100.0))
-    wishes: dict[str, Any] = {"tp": 2, "recompute": "none", "hardware": replace(SLOW, interconnect=links)}
+    wishes: dict[str, Any] = {
+        "tp": 2,
+        "recompute": "none",
+        "hardware": replace(SLOW, interconnect=links),
+    }
     captured = capture(gpt(), (), INPUTS, lift_casts=True)
     outlined = to_program(captured, CompileOptions(**wishes, half_batches=True))
     halves = replace(_case(), program=outlined, latest=[])

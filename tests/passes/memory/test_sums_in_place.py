@@ -119,6 +119,27 @@ def test_the_summand_that_may_be_is_written() -> None:
     ]
 
 
+@pytest.mark.parametrize("added", [False, True])
+def test_views_that_only_look_alike_stay(added: bool) -> None:
+    """Of values of other shapes, and sums in place to which the same was added."""
+    b = GraphBuilder()
+    sizes = ((3, 3), (1, 9))
+    parts = [
+        b.call(aten.mm.default, b.input(f"g{rows}", rows, 4), b.input(f"x{rows}", 4, columns))
+        for rows, columns in sizes
+    ]
+    parts = [b.call(aten.view.default, part, [9]) for part in parts]
+    if added:
+        same = b.input("same", 9)
+        parts = [b.call(aten.add.Tensor, part, same) for part in parts]
+    grad = total(b, parts)
+    graph = b.output(grad)
+    expected = run(graph)
+    sum_in_place(graph, [grad], 1)
+    assert _in_place(graph) == ["add_part"] * (3 if added else 1)
+    assert torch.allclose(run(graph), expected, rtol=1e-14)
+
+
 def _read_elsewhere(b: GraphBuilder) -> Sequence[Node]:
     first, second = (part.args[0] for part in products(b, 2))
     return total(b, [first, second]), first, second
@@ -129,9 +150,14 @@ def _sum_read_elsewhere(b: GraphBuilder) -> Sequence[Node]:
     return grad, b.call(aten.mul.Tensor, grad, 2)
 
 
+def _view_read_elsewhere(b: GraphBuilder) -> Sequence[Node]:
+    grad = b.call(aten.t.default, total(b, products(b, 2)))
+    return grad, b.call(aten.mul.Tensor, grad, 2)
+
+
 def _of_another_dtype(b: GraphBuilder) -> Sequence[Node]:
-    (first,) = products(b, 1)
-    return (total(b, [first, b.call(aten.exp.default, b.input("y", 3, 4, dtype=torch.float64))]),)
+    pairs = (("a", torch.float32), ("b", torch.float64))
+    return (total(b, [b.call(aten.exp.default, b.input(x, 3, dtype=dtype)) for x, dtype in pairs]),)
 
 
 def _in_another_layout(b: GraphBuilder) -> Sequence[Node]:
@@ -186,6 +212,7 @@ def _twice_the_same(b: GraphBuilder) -> Sequence[Node]:
 NEAR_MISSES: dict[str, Callable[[GraphBuilder], Sequence[Node]]] = {
     "summands that are read elsewhere": _read_elsewhere,
     "a sum that is read elsewhere": _sum_read_elsewhere,
+    "a view of the sum that is read elsewhere": _view_read_elsewhere,
     "a sum that widens": _of_another_dtype,
     "another layout": _in_another_layout,
     "a scaled summand": _scaled,

@@ -24,11 +24,12 @@ import torch
 from torch.fx import Graph, Node
 
 from sp_compiler.base.pass_report import Pass, report_of
-from sp_compiler.ir.fx import arguments, base_name, is_call, placements_of, reach
+from sp_compiler.ir.fx import arguments, base_name, is_call, reach
 from sp_compiler.ir.op_traits import base, is_part, is_view, view_chain, writes
 from sp_compiler.ir.rewriting import make_like
 from sp_compiler.ir.symbolic import same_shape
 from sp_compiler.ops.accumulate import ADD_PART, ADD_PRODUCT
+from sp_compiler.ops.registry import operator_of
 
 aten = torch.ops.aten
 
@@ -43,8 +44,8 @@ def sum_in_place(graph: Graph, grads: Iterable[Node], world_size: int) -> None:
     sums = {node for node in reach(grads, _summands) if _is_sum(node)}
     # In graph order: of a chain of sums, each is the total of the next.
     for node in [node for node in graph.nodes if node in sums]:
-        # The second is rather written into: around sums that begin with the first, schedules of
-        # half batches were found to expose more, or as much in more memory.
+        # Either is right. Where the first was written into, one of the steps with half batches in
+        # docs/overlap.md took more memory than with a sum apart; with the second none does.
         pairs = (node.args[1::-1], node.args[:2])
         ways = [_way(*pair) for pair in pairs if _may_be_written(*pair)]
         if ways:
@@ -99,8 +100,8 @@ def _may_be_written(total: Node, part: Node) -> bool:
     """Return whether nothing else reads the memory of ``total``, which this backward has made."""
     owner, names = base(total), view_chain(total)
     # One of several results may be handed to another function than its operator's, as may what is
-    # recomputed; and a conversion may be a view of what it is given.
-    is_own = not is_part(owner) and placements_of(owner) is None
+    # recomputed; and an operator of ours, such as a conversion, may return what it is given.
+    is_own = not is_part(owner) and operator_of(owner.target) is None
     is_own = is_own and owner.op == "call_function" and not owner.meta.get("recomputed")
     read_once = all(len(node.users) == 1 for node in (owner, *names))
     return (

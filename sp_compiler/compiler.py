@@ -19,7 +19,7 @@ Passes in parentheses run only where an option asks for them::
 - check: placements derived again, by rules of its own;
 - joint: forward and backward in one graph; simplify: without what differentiating left behind;
 - chunk: loss head in chunks of rows, attention in chunks of queries: neither exists as a whole;
-- tag: save or recompute, per node; partition: cut the joint graph by the tags;
+- tag: save or recompute, per node; partition: cut the joint graph by the tags, sums in place;
 - split_backward: gradients of weights apart, for pipelines; overlap: compute under collectives;
 - codegen: a class per region as Python text, or what the backend makes of it.
 
@@ -321,9 +321,9 @@ class Compilation:
         # sharded region of each.
         partitioned: dict[str, Partitioned] = {}
         for region in tagged.program.regions:
-            name, loss = region.name, wanted[tagged.origins[region.name]].loss_output
-            joint = tagged.joints[name]
-            partitioned[name] = run(Pass.PARTITION, partition, joint, loss, region=name)
+            name, joint = region.name, tagged.joints[region.name]
+            own = wanted[tagged.origins[name]]
+            partitioned[name] = run(Pass.PARTITION, partition, joint, own, region=name)
             if options.split_backward:
                 to_split = partitioned[name], region.input_kinds
                 partitioned[name] = run(Pass.SPLIT_BACKWARD, split_backward, *to_split, region=name)

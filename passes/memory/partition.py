@@ -25,6 +25,7 @@ from sp_compiler.ir.fx import ancestors, descendants
 from sp_compiler.ir.op_traits import base
 from sp_compiler.ir.rewriting import copy_graph
 from sp_compiler.ir.symbolic import Sizes, example_number, symbol_of, symbols_in
+from sp_compiler.passes.memory.sums_in_place import sum_in_place
 from sp_compiler.passes.memory.zero_tangents import drop_zero_tangents
 from sp_compiler.passes.overlap import overlap_collectives
 from sp_compiler.trace.joint import JointGraph
@@ -35,12 +36,14 @@ class PartitionOptions:
     """Demands of the program on a region's forward and backward.
 
     Attributes:
-        loss_output: index of the output that is the model's loss, see :func:`partition`.
+        loss_output: index of the output that is the model's loss, from which a training step
+            usually starts: it gets a separate backward if gradients may flow through others too.
         own_parameters: see :meth:`sp_compiler.ir.program.Program.own_parameters`.
         overlap: whether kernels overlap with collectives.
         sizes: the program's open sizes.
         runs_last: whether backward starts with this region.
         hardware: profile for estimated times.
+        world_size: number of ranks.
     """
 
     loss_output: int | None = None
@@ -49,29 +52,30 @@ class PartitionOptions:
     sizes: Sizes | None = None
     runs_last: bool = False
     hardware: Hardware = H100
+    world_size: int = 1
 
 
 def split(joint: JointGraph, options: PartitionOptions) -> Partitioned:
     """Partition the tagged ``joint``, which is not modified, and schedule its forward and
     backward."""
-    parts = partition(joint, options.loss_output)
+    parts = partition(joint, options)
     if not options.overlap:
         return parts
     own, sizes = options.own_parameters, options.sizes
     return overlap_collectives(parts, own, sizes, hardware=options.hardware)
 
 
-def partition(joint: JointGraph, loss_output: int | None = None) -> Partitioned:
+def partition(joint: JointGraph, options: PartitionOptions | None = None) -> Partitioned:
     """Partition ``joint``, which is not modified.
 
     Args:
         joint: tagged.
-        loss_output: the output from which a training step usually starts: it gets a separate
-            backward if gradients may flow through other outputs too.
+        options: its ``loss_output`` and ``world_size`` are read.
 
     Raises:
         PassError: a forward node without a tag.
     """
+    options = options or PartitionOptions()
     grads = [node for node in joint.grads if node is not None]
     saved = _saved_nodes(joint, grads, joint.backward_nodes())
     forward = _forward_graph(joint, saved)
@@ -85,10 +89,20 @@ def partition(joint: JointGraph, loss_output: int | None = None) -> Partitioned:
         report.rewrote(len(recomputed), kind="recomputed")
     records = tuple(_record(node, kinds.get(node, "activation")) for node in saved)
     # With a single tangent the backward is the loss's already.
-    if backward is None or loss_output is None or len(joint.tangents) < 2:
-        return Partitioned(forward, backward, records, joint.num_outputs)
-    loss = LossPart(loss_output, _loss_backward(backward, joint.tangent_outputs, loss_output))
+    loss, output = None, options.loss_output
+    if backward is not None and output is not None and len(joint.tangents) > 1:
+        loss = LossPart(output, _loss_backward(backward, joint.tangent_outputs, output))
+    # Behind the loss's: there a summand may be zero.
+    for graph in (backward, None if loss is None else loss.backward):
+        if graph is not None:
+            sum_in_place(graph, _of_parameters(graph, joint.input_kinds), options.world_size)
     return Partitioned(forward, backward, records, joint.num_outputs, loss)
+
+
+def _of_parameters(backward: Graph, input_kinds: Sequence[str]) -> list[Node]:
+    grads: Sequence[Node | None] = backward.output_node().args[0]
+    pairs = zip(grads, input_kinds, strict=True)
+    return [grad for grad, kind in pairs if grad is not None and kind == "param"]
 
 
 def _saved_nodes(joint: JointGraph, grads: Sequence[Node], backward: set[Node]) -> list[Node]:

@@ -23,6 +23,7 @@ def partition_options(program: Program, options: CompileOptions) -> dict[str, Pa
             sizes=program.sizes,
             runs_last=_runs_last(program, region),
             hardware=options.device,
+            world_size=options.tp,
         )
     return by_region
 

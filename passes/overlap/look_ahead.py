@@ -28,9 +28,8 @@ from torch.fx.node import map_arg
 
 from sp_compiler.ir.forward_backward import BEFORE, LookAhead
 from sp_compiler.ir.fx import ancestors, is_getitem, reach
-from sp_compiler.ir.op_traits import collective_of, is_view
+from sp_compiler.ir.op_traits import collective_of, is_view, writes
 from sp_compiler.ir.rewriting import copy_call, subgraph
-from sp_compiler.ops.registry import operator_of
 
 
 def look_aheads(backward: Graph, num_saved: int) -> Iterator[LookAhead]:
@@ -84,8 +83,7 @@ def handed_over(first: Container[Node], reads: Iterable[Node]) -> tuple[set[Node
     """
 
     def again(node: Node) -> Sequence[Node]:
-        ours = operator_of(node.target)
-        is_name = is_view(node) and not (ours and ours.writes)
+        is_name = is_view(node) and not writes(node)
         cheap = is_name or not isinstance(node.meta["val"], Tensor)
         return node.all_input_nodes if node in first and cheap else ()
 

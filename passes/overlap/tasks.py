@@ -17,8 +17,7 @@ from sp_compiler.cost.memory import (
 )
 from sp_compiler.cost.node_cost import collectives_us, compute_us, node_collectives
 from sp_compiler.ir.fx import arguments
-from sp_compiler.ir.op_traits import base, collective_of, draws, is_handed, is_part, is_view
-from sp_compiler.ops.registry import operator_of
+from sp_compiler.ir.op_traits import base, collective_of, draws, is_handed, is_part, is_view, writes
 from sp_compiler.solve.block_schedule import Block, Task
 
 
@@ -135,8 +134,7 @@ class _Builder:
 
 def _stays_with_operator(node: Node) -> bool:
     """Return whether ``node`` only names what an operator before it has made."""
-    operator = operator_of(node.target)
-    return is_part(node) or (is_view(node) and not (operator and operator.writes))
+    return is_part(node) or (is_view(node) and not writes(node))
 
 
 def _operators_before(node: Node) -> Iterator[Node]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from sp_compiler.check.shapes import (
     local_shapes,
 )
 from sp_compiler.ir.fx import arguments, tensor_operands
-from sp_compiler.ir.op_traits import FILLED, draws
+from sp_compiler.ir.op_traits import FILLED, draws, writes
 from sp_compiler.ir.rewriting import make_call
 from sp_compiler.ops.registry import operator_of
 from sp_compiler.rules.strategies import Offers, Strategy, strategies
@@ -55,6 +56,8 @@ def derive(node: Node, operands: Sequence[Placement], world_size: int) -> list[R
         return _constant(node)
     declared = declared_strategies(node, world_size)
     if declared is not None:
+        if writes(node):
+            declared = [*declared, *_in_segments(declared, operands)]
         return _matching(declared, operands, num_results, world_size)
     # Each rank draws numbers of its own: nothing true can be said of them.
     if draws(node):
@@ -87,6 +90,22 @@ def declared_strategies(node: Node, world_size: int) -> list[Strategy] | None:
     if not ours.takes_world_size and args["world_size"] != world_size:
         return []
     return [Strategy(*typing) for typing in ours.typings(args, world_size)]
+
+
+def _in_segments(ways: Sequence[Strategy], operands: Sequence[Placement]) -> Iterator[Strategy]:
+    """Yield ``ways`` of an operator that writes, with the segments of ``operands``.
+
+    Its typings cannot name these. Each of them shards one dim alone, which the total and what is
+    written have in common: in whatever segments, if all have the same.
+    """
+    for segments in dict.fromkeys(each.segments for each in operands if each.segments):
+
+        def cut(placements: Sequence[Placement], segments: tuple[int, ...] = segments) -> Results:
+            return tuple(
+                replace(each, segments=segments) if each.is_sharded else each for each in placements
+            )
+
+        yield from (Strategy(cut(way.operands), cut(way.results)) for way in ways)
 
 
 def allowed(node: Node, operands: Sequence[Placement], world_size: int) -> list[Strategy]:

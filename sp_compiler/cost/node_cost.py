@@ -23,6 +23,7 @@ from sp_compiler.ir.op_traits import (
     is_started,
     is_view,
     is_wait,
+    writes,
 )
 from sp_compiler.ops.accumulate import ADD_PRODUCT, WRITE_ROWS
 from sp_compiler.ops.registry import Collective, operator_of
@@ -160,8 +161,7 @@ def compute_us(
     # A part of several results is there when they are.
     if node.op != "call_function" or is_part(node) or placements_of(node) is not None:
         return 0.0
-    ours = operator_of(node.target)
-    if is_view(node) and not (ours is not None and ours.writes):
+    if is_view(node) and not writes(node):
         return 0.0
     # A split: the node returns a list, and only its parts are views by the schema.
     if isinstance(node.meta["val"], (list, tuple)) and is_view(next(iter(node.users), node)):

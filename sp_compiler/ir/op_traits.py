@@ -142,6 +142,13 @@ def _aliases_first(target: object) -> bool:
     return alias is not None and not alias.is_write
 
 
+def writes(node: Node) -> bool:
+    """Return whether the operator writes into its first argument and returns that: a view by its
+    storage, but not by what it costs."""
+    ours = operator_of(node.target)
+    return ours is not None and ours.writes
+
+
 def is_part(node: Node) -> bool:
     """Return whether ``node`` is one of an operator's several results, with its own storage."""
     return node.target is operator.getitem and not is_view(node)

@@ -1,10 +1,11 @@
-"""Operators that write the results of several chunks of rows into one tensor, in place."""
+"""Operators that put several results together in one tensor, in place."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sp_compiler.base.placement import P, R, S
@@ -25,8 +26,13 @@ def add_product(tp: Communicator, total: Tensor, left: Tensor, right: Tensor) ->
     return total.addmm_(left, right)
 
 
+def add_part(tp: Communicator, total: Tensor, part: Tensor) -> Tensor:
+    """Add ``part`` to ``total`` in place; return ``total``."""
+    return total.add_(part)
+
+
 def _fake_total(total: Tensor, *rest: Any) -> Tensor:
-    return total.new_empty(total.shape)
+    return torch.empty_like(total)
 
 
 def _type_write(args: Arguments, world_size: int) -> Sequence[Typing]:
@@ -48,6 +54,11 @@ def _type_product(args: Arguments, world_size: int) -> Sequence[Typing]:
     ]
 
 
+def _type_part(args: Arguments, world_size: int) -> Sequence[Typing]:
+    shards = map(S, range(args["total"].meta["val"].dim()))
+    return [((kind, kind), (kind,)) for kind in (R, P, *shards)]
+
+
 WRITE_ROWS = register(
     Operator(
         name="write_rows",
@@ -66,6 +77,17 @@ ADD_PRODUCT = register(
         kernel=add_product,
         fake=_fake_total,
         typings=_type_product,
+        view="all",
+        writes=True,
+    )
+)
+ADD_PART = register(
+    Operator(
+        name="add_part",
+        schema="(Tensor total, Tensor part, SymInt world_size) -> Tensor",
+        kernel=add_part,
+        fake=_fake_total,
+        typings=_type_part,
         view="all",
         writes=True,
     )

@@ -116,6 +116,12 @@ REFUSED: dict[str, Case] = {
     "norm over a shard": (aten.native_layer_norm.default, [(4, 3), [3], None, None, 0.1], ["S(1)"]),
     "other dims": (aten.add.Tensor, [(4, 4), (4, 4)], ["S(0)", "S(1)"]),
     "other segments": (aten.add.Tensor, [(8, 4), (8, 4)], ["S(0)", "S(0|8,8)"]),
+    "other segments, in place": (
+        sp.add_part.default, [(8, 4), (8, 4), WORLD], ["S(0|4,12)", "S(0|8,8)"],
+    ),
+    "partial plus replicated, in place": (
+        sp.add_part.default, [(8, 4), (8, 4), WORLD], ["P", "R"],
+    ),
     "replicated with a shard of the same size": (aten.add.Tensor, [(4, 6), (4, 6)], ["S(0)", "R"]),
     "replicated weight after a shard": (aten.linear.default, [(4, 6), (2, 6)], ["S(1)", "R"]),
     "bias under a contraction": (
@@ -158,6 +164,15 @@ def test_refuses(case: str) -> None:
 ACCEPTED: dict[str, tuple[Any, list[Any], list[str], set[str]]] = {
     "replicated": (aten.gelu.default, [(4, 6)], ["R"], {"R"}),
     "sum of partial sums": (aten.add.Tensor, [(4, 6), (4, 6)], ["P", "P"], {"P"}),
+    "sum in place of segments": (
+        sp.add_part.default, [(8, 4), (8, 4), WORLD], ["S(0|4,12)", "S(0|4,12)"], {"S(0|4,12)"},
+    ),
+    "product in place of segments": (
+        sp.add_product.default,
+        [(8, 4), (8, 6), (6, 4), WORLD],
+        ["S(0|4,12)", "S(0|4,12)", "R"],
+        {"S(0|4,12)"},
+    ),
     "column-parallel": (aten.linear.default, [(4, 6), (2, 6)], ["R", "S(0)"], {"S(1)"}),
     "row-parallel": (aten.linear.default, [(4, 3), (2, 3)], ["S(1)", "S(1)"], {"P"}),
     "one head a rank": (

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,15 +14,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import sp_compiler
+from benchmarks.memory_check import measure
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.pass_report import Pass, PassReport, reporting
 from sp_compiler.compiler import to_program
 from sp_compiler.cost.hardware import H100, Link
+from sp_compiler.cost.memory import backward_peak_bytes
+from sp_compiler.cost.step_memory import step_memory
 from sp_compiler.ir.captured import Captured
 from sp_compiler.options import CompileOptions
 from sp_compiler.passes.half_batches import half_batches, halves_pay
+from sp_compiler.passes.memory import partition as partition_module
 from sp_compiler.passes.normalize import normalize
 from sp_compiler.trace.export import capture
+from tests.helpers.fake_group import fake_group
 from tests.helpers.parity import Case, case, compiled, output_error, simulate
 from tests.models import zoo
 
@@ -173,6 +179,22 @@ def test_gradients_are_those_of_the_full_batch(name: str) -> None:
         assert grad is not None
         assert other is not None
         assert float((grad - other).abs().max()) <= 1e-15 * largest, key
+
+
+def test_a_step_holds_what_was_planned() -> None:
+    """To the byte, and less than with a sum of both gradients of every weight beside them."""
+    _, halves = on_halves("plain", batch=4, seq=8)
+    peaks = []
+    for change in (partition_module.sum_in_place, lambda *args: None):
+        with mock.patch.object(partition_module, "sum_in_place", change):
+            program = compiled(halves, tp=2, recompute="full", overlap=False)
+        memory = step_memory(program)
+        with fake_group(2):
+            assert measure(halves, program) == (memory.kept_bytes, memory.peak_bytes)
+        block = program.regions["Block"].partitioned.backward
+        assert block is not None
+        peaks.append(backward_peak_bytes(block, program.program.own_parameters(2)[1]))
+    assert peaks[0] < peaks[1]
 
 
 @pytest.mark.slow

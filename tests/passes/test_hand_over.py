@@ -18,16 +18,21 @@ from sp_compiler.base.errors import PlacementError
 from sp_compiler.base.pass_report import Pass
 from sp_compiler.check.partitioned import check_partitioned
 from sp_compiler.codegen.module_text import CompiledRegion
+from sp_compiler.compiler import to_program
 from sp_compiler.cost.hardware import Link
 from sp_compiler.cost.memory import backward_peak_bytes
 from sp_compiler.cost.node_cost import compute_us, elapsed_us
 from sp_compiler.cost.step_memory import Room, step_memory
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.forward_backward import Partitioned, SavedTensor, SplitBackward, step_backwards
+from sp_compiler.ir.fx import calls
 from sp_compiler.ir.op_traits import collective_of
+from sp_compiler.ops.accumulate import ADD_PRODUCT
+from sp_compiler.options import CompileOptions
 from sp_compiler.passes import overlap
 from sp_compiler.passes.overlap import overlap_collectives
 from sp_compiler.passes.overlap.hand_over import leavable, without
+from sp_compiler.trace.export import capture
 from sp_compiler.verification.verify import verify
 from tests.helpers import parity
 from tests.helpers.calls_in_a_row import INPUTS, LAYERS, SLOW, gpt, nodes_of
@@ -344,6 +349,30 @@ def test_several_gradients_are_equal_to_the_bit() -> None:
     expected = parity.simulate(_small(), parity.compiled(_small(), **_OPTIONS, overlap=False)).grads
     actual = parity.simulate(_small(), program).grads
     parity.assert_equal_to_the_bit(actual, expected)
+
+
+def test_sums_of_half_batches_are_left() -> None:
+    """Accumulated in the function of the call before, to the bit as in one's own."""
+    links = dict.fromkeys(SLOW.interconnect, Link(0.0, 100.0))
+    wishes: dict[str, Any] = {
+        "tp": 2,
+        "recompute": "none",
+        "hardware": replace(SLOW, interconnect=links),
+    }
+    captured = capture(gpt(), (), INPUTS, lift_casts=True)
+    outlined = to_program(captured, CompileOptions(**wishes, half_batches=True))
+    halves = replace(_case(), program=outlined, latest=[])
+    program = parity.compiled_in_turn(halves, **wishes)
+    split = _split(program)
+    assert split.both is not None
+    for graph in (split.weights, split.both):
+        assert [*calls(graph, ADD_PRODUCT.overload)]
+    expected = parity.simulate(halves, parity.compiled_in_turn(halves, **wishes, overlap=False))
+    actual = parity.simulate(halves, program)
+    parity.assert_equal_to_the_bit(actual.grads, expected.grads)
+    memory = step_memory(program)
+    with fake_group(2):
+        assert measure(halves, program) == (memory.kept_bytes, memory.peak_bytes)
 
 
 def test_without_room_nothing_is_left() -> None:

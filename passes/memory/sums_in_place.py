@@ -1,0 +1,160 @@
+"""Sum the gradients of a parameter in place.
+
+::
+
+    grad_0 = mm(t(g_0), x_0)             grad_1 = mm(t(g_1), x_1)
+    grad_1 = mm(t(g_1), x_1)      ->     grad = add_product(grad_1, t(g_0), x_0)
+    grad = add(grad_0, grad_1)
+
+A region that uses a parameter twice, such as a layer on two half batches, computes a gradient for
+each use. Their sum apart holds three tensors of the parameter's size at once and passes over memory
+four times more; here another product is accumulated by its own kernel, and any other summand is
+added in place. What is written into was made for the sum alone, in this backward.
+
+Mutates the graph. Reads ``meta["val"]`` and ``meta["recomputed"]``; new nodes take the meta of what
+they replace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Graph, Node
+
+from sp_compiler.base.pass_report import Pass, report_of
+from sp_compiler.ir.fx import arguments, base_name, is_call, reach
+from sp_compiler.ir.op_traits import base, is_part, is_view, view_chain, writes
+from sp_compiler.ir.rewriting import make_like
+from sp_compiler.ir.symbolic import same_shape
+from sp_compiler.ops.accumulate import ADD_PART, ADD_PRODUCT
+from sp_compiler.ops.registry import operator_of
+
+aten = torch.ops.aten
+
+
+def sum_in_place(graph: Graph, grads: Iterable[Node], world_size: int) -> None:
+    """Rewrite the sums in the backward ``graph`` that become ``grads`` and nothing else.
+
+    Args:
+        grads: gradients of parameters among the results of ``graph``.
+        world_size: number of ranks.
+    """
+    sums = {node for node in reach(grads, _summands) if _is_sum(node)}
+    # In graph order: of a chain of sums, each is the total of the next.
+    for node in [node for node in graph.nodes if node in sums]:
+        # Either is right. Where the first was written into, one of the steps with half batches in
+        # docs/overlap.md took more memory than with a sum apart; with the second none does.
+        pairs = (node.args[1::-1], node.args[:2])
+        ways = [_way(*pair) for pair in pairs if _may_be_written(*pair)]
+        if ways:
+            _replace(node, max(ways, key=lambda way: way.accumulates), world_size)
+            report_of(Pass.PARTITION).rewrote(kind="summed in place")
+    graph.lint()
+
+
+class _Way(NamedTuple):
+    """``views(total) + views(part)``, of which ``total`` is written into.
+
+    Attributes:
+        views: of the total, the outermost first; those of the part are equal to them.
+        part_views: of the part.
+    """
+
+    total: Node
+    part: Node
+    views: Sequence[Node]
+    part_views: Sequence[Node]
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether the part is a product that nothing else reads."""
+        read_once = all(len(node.users) == 1 for node in (self.part, *self.part_views))
+        return read_once and is_call(self.part, aten.mm.default)
+
+
+def _summands(node: Node) -> Sequence[Node]:
+    """Return the operands of a view or sum that has one reader."""
+    is_step = is_view(node) or is_call(node, aten.add.Tensor)
+    return node.all_input_nodes if is_step and len(node.users) == 1 else ()
+
+
+def _is_sum(node: Node) -> bool:
+    """Return whether ``node`` is a sum of two tensors that lie in memory as it does itself."""
+    if not is_call(node, aten.add.Tensor) or len(node.users) > 1:
+        return False
+    operands = node.args[:2]
+    if arguments(node)["alpha"] != 1 or not all(isinstance(each, Node) for each in operands):
+        return False
+    return all(_same_layout(node, each) for each in operands)
+
+
+def _same_layout(one: Node, other: Node) -> bool:
+    first, second = one.meta["val"], other.meta["val"]
+    same = same_shape(first.shape, second.shape) and same_shape(first.stride(), second.stride())
+    return same and first.dtype == second.dtype
+
+
+def _may_be_written(total: Node, part: Node) -> bool:
+    """Return whether nothing else reads the memory of ``total``, which this backward has made."""
+    owner, names = base(total), view_chain(total)
+    # One of several results may be handed to another function than its operator's, as may what is
+    # recomputed; and an operator of ours, such as a conversion, may return what it is given.
+    is_own = not is_part(owner) and operator_of(owner.target) is None
+    is_own = is_own and owner.op == "call_function" and not owner.meta.get("recomputed")
+    read_once = all(len(node.users) == 1 for node in (owner, *names))
+    return (
+        is_own
+        and read_once
+        and total is not part
+        # All of the memory, which would otherwise live on for a part of it.
+        and same_shape([owner.meta["val"].numel()], [total.meta["val"].numel()])
+    )
+
+
+def _way(total: Node, part: Node) -> _Way:
+    """Look behind equal views of both, which can be made of the sum instead."""
+    views, part_views = [], []
+    while _is_name(total) and _is_name(part) and _call(total) == _call(part):
+        inner, inner_part = total.args[0], part.args[0]
+        if not _same_layout(inner, inner_part):
+            break
+        views.append(total)
+        part_views.append(part)
+        total, part = inner, inner_part
+    return _Way(total, part, views, part_views)
+
+
+def _is_name(node: Node) -> bool:
+    return is_view(node) and not writes(node)
+
+
+def _call(node: Node) -> tuple[Any, ...]:
+    return node.target, node.args[1:], node.kwargs
+
+
+def _replace(node: Node, way: _Way, world_size: int) -> None:
+    """Replace the sum ``node``, and views of its operands by views of the result."""
+    total, part = way.total, way.part
+    operands, operator, like = (total, part), ADD_PART, node
+    if way.accumulates:
+        operands, operator, like = (total, *part.args), ADD_PRODUCT, part
+    with node.graph.inserting_before(node):
+        result = make_like(
+            node.graph, operator.overload, (*operands, world_size),
+            like=like, origin=Pass.PARTITION, name=base_name(node), val=total.meta["val"],
+        )  # fmt: skip
+        if way.views:
+            result.meta.pop("placement", None)  # that of the sum, whose dims are others
+        for view in reversed(way.views):
+            args = (result, *view.args[1:])
+            result = make_like(
+                node.graph, view.target, args, view.kwargs,
+                like=view, origin=Pass.PARTITION, name=base_name(view),
+            )  # fmt: skip
+    node.replace_all_uses_with(result)
+    # Readers first; a part that something else reads stays.
+    for each in (node, *way.views, *way.part_views, part):
+        if not each.users:
+            node.graph.erase_node(each)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
@@ -22,6 +23,15 @@ def without_autocast() -> Iterator[None]:
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         yield
+
+
+def with_captured_casts() -> AbstractContextManager[None]:
+    """Return :func:`without_autocast`, which takes no time where no autocast is on.
+
+    For generated code: forward runs under the caller's autocast, and so does a backward that is
+    called there, whose products in float32 would be cast as well.
+    """
+    return without_autocast() if autocast_state() else contextlib.nullcontext()
 
 
 Autocast = tuple[tuple[str, torch.dtype], ...]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from sp_compiler.base.autocast import autocast_state, without_autocast
+from sp_compiler.base.autocast import with_captured_casts
 from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.program import Call, Ref, Region
@@ -139,8 +138,7 @@ class Executor:
             flat_inputs: the flattened user inputs.
             seed: the seed of this forward's random numbers; required if ``needs_seed``.
         """
-        # The capture ran under the caller's autocast and has its casts; twice would round twice.
-        with without_autocast() if autocast_state() else nullcontext():
+        with with_captured_casts():
             return self._run(params, buffers, flat_inputs, seed)
 
     def _run(

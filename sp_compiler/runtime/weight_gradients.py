@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from sp_compiler.base.autocast import with_captured_casts
 from sp_compiler.runtime.parameter_gradients import (
     CompiledFunction,
     deliver,
@@ -203,7 +204,8 @@ class LateFunction(CompiledFunction):
         late: LateGradients = ctx.late()
         if grads[0] is None:
             return (None, *[None] * len(late.indices))
-        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+        no_grad = torch.no_grad() if torch.is_grad_enabled() else nullcontext()
+        with no_grad, with_captured_casts():
             results = late.take()
             for index, _, _ in ctx.parameters:
                 results[index] = late.in_stored_form(index, results[index])

@@ -115,7 +115,7 @@ def _cost_us(time_us: float, slow_us: float) -> float:
 class _Walk:
     def __init__(self, block: Block, limit_bytes: int, wishes: Wishes, fitting: Fitting) -> None:
         self._block, self._limit_bytes, self._wishes = block, limit_bytes, wishes
-        self._fitting, self._ranks = fitting, wishes.ranks
+        self._fitting, self._rank_of = fitting, wishes.ranks
         self._on_link, self._times_us, self._users = block.on_link, block.times_us, block.users
         self._memory = Memory(block)
         # Often all that the block ever makes fits at once, beside a head with a large vocabulary.
@@ -179,7 +179,7 @@ class _Walk:
                 return kernel
             spares = self._wishes.sparing and self._spares(kernel, arrival_us - now_us)
             # A wait that ranks before the kernel: so long a kernel would delay what follows it.
-            ranks = self._ranks
+            ranks = self._rank_of
             if not spares and ranks[kernel] < min([ranks[each] for _, each in waits]):
                 return kernel
         # Nothing to do meanwhile, or nothing that fits: the clock goes on to the next arrival. With
@@ -264,7 +264,7 @@ class _Walk:
         if self._on_link[position]:
             self._run_on_link(position)
         else:  # most tasks, without the cost of five calls
-            self._kernels.remove((self._ranks[position], position))
+            self._kernels.remove((self._rank_of[position], position))
             time_us = self._times_us[position]
             self._clock.now_us += time_us
             self._slow_clock.now_us += time_us
@@ -303,7 +303,7 @@ class _Walk:
             ready, key = self._place_ready(position)
             insort(ready, (key, position))
         else:
-            insort(self._kernels, (self._ranks[position], position))
+            insort(self._kernels, (self._rank_of[position], position))
 
     def _place_ready(self, position: int) -> tuple[list[tuple[float, int]], float]:
         """Return the list that has a task on the link while it is ready, and its key there."""
@@ -311,4 +311,4 @@ class _Walk:
             return self._waits, self._clock.arrival_us[self._block.starts_of[position]]
         if position in self._block.wait_of:
             return self._starts, self._wishes.latest_us.get(position, 0.0)
-        return self._kernels, self._ranks[position]  # it is waited for where it starts
+        return self._kernels, self._rank_of[position]  # it is waited for where it starts

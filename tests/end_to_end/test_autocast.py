@@ -79,3 +79,21 @@ def test_as_in_eager(name: str, around: bool, inside: bool | None, tp: int) -> N
         assert actual.dtype == true.dtype
         tolerance = 1e-5 if around and true.dtype == torch.float32 else 2e-2
         torch.testing.assert_close(actual, true, rtol=tolerance, atol=tolerance)
+
+
+def test_a_backward_under_autocast_casts_no_more_than_forward() -> None:
+    """Products in float32, and the sum of two gradients of one weight, stay in float32."""
+    torch.manual_seed(0)
+    model, x = _Model(_PRODUCTS["einsum, three"], inside=False), torch.randn(2, 3, _WIDTH)
+    with torch.autocast("cpu", torch.bfloat16):
+        compiled = build(model, (x,), {}, CompileOptions(tp=2))
+    grads = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            step = simulate_step(compiled, dict(model.named_parameters()), {}, [x], SEED)
+        grads.append(step.grads["weight"])
+    outside, inside = grads
+    assert outside is not None
+    assert inside is not None
+    assert outside.dtype == torch.float32
+    assert torch.equal(inside, outside)

@@ -66,15 +66,16 @@ def _late_and_early(module: Any) -> tuple[str, str]:
 
 
 def test_a_step_takes_its_planned_time(clock: Any, alone: Any, handing: Any) -> None:
-    exposed_us, grads = [], []
+    exposed_us, planned_us, grads = [], [], []
     for module in (alone, handing):
         loss = loss_of(module)
         clock.reset()
         loss.backward()
         exposed_us.append(clock.exposed_us["backward"])
-        planned_us = module.plan.schedule.exposed_us["backward"]
-        assert exposed_us[-1] == pytest.approx(planned_us, rel=0.05)
+        planned_us.append(module.plan.schedule.exposed_us["backward"])
         grads.append(take_gradients(module))
+    # Of what there is to hide: next to nothing is left of it, where a share of that says little.
+    assert exposed_us == pytest.approx(planned_us, rel=0, abs=0.01 * exposed_us[0])
     assert exposed_us[1] < 0.1 * exposed_us[0]
     assert same(*grads)
 

@@ -311,8 +311,7 @@ class RegionFunction(CompiledFunction):
         if all(grad is None for grad in grads):
             return (None, None, *[None] * len(ctx.needs_input_grad[2:]))
         # Off already but for create_graph; to enter it takes longer than a small kernel.
-        no_grad = torch.no_grad() if torch.is_grad_enabled() else nullcontext()
-        with no_grad, with_captured_casts():
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext(), with_captured_casts():
             results = runner.run_backward(_saved(ctx), grads, ctx.tangent_metas)
             # Simulated ranks pass padded parts in: only what is stored as a parameter has none.
             for index, _, _ in ctx.parameters if runner.padded else ():

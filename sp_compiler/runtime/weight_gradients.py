@@ -204,8 +204,7 @@ class LateFunction(CompiledFunction):
         late: LateGradients = ctx.late()
         if grads[0] is None:
             return (None, *[None] * len(late.indices))
-        no_grad = torch.no_grad() if torch.is_grad_enabled() else nullcontext()
-        with no_grad, with_captured_casts():
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext(), with_captured_casts():
             results = late.take()
             for index, _, _ in ctx.parameters:
                 results[index] = late.in_stored_form(index, results[index])

@@ -124,9 +124,10 @@ def _counts(ends: Node, ids: Node) -> bool:
 
 def counted_ids(ends: Node) -> Node | None:
     """Return the expert of each row, if ``ends`` are the ends of every expert's rows in a row."""
+    ends = uncast(ends, is_whole=True)
     if not is_call(ends, _aten.cumsum.default):
         return None
-    counted = uncast(ends.args[0])
+    counted = uncast(ends.args[0], is_whole=True)
     if not is_call(counted, _aten.histc.default):
         return None
     given = arguments(counted)
@@ -155,8 +156,19 @@ def _sorts(node: Node, taken: Node | None = None) -> bool:
     )
 
 
-def uncast(node: Node) -> Node:
-    """Return the value before it was cast."""
+def uncast(node: Node, *, is_whole: bool = False) -> Node:
+    """Return the value before casts that keep numbers of experts or rows.
+
+    Args:
+        is_whole: whether the numbers are whole ones in any type.
+    """
     while is_call(node, _aten._to_copy.default):
+        source, target = node.args[0].meta["val"], node.meta["val"].dtype
+        truncates = source.is_floating_point() and not is_whole
+        # float32 has all of them to 2 ** 24.
+        if target not in (torch.float32, torch.float64) and (
+            truncates or target not in (torch.int32, torch.int64)
+        ):
+            break
         node = node.args[0]
     return node

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import cast
 
 from torch import Tensor
@@ -62,12 +62,8 @@ def calls_to_split(captured: Captured) -> dict[Node, Split]:
     for node in nodes:
         operands = [value_of(operand) for operand in tensor_operands(node)]
         sources = {source for source, _ in operands}
-        if not joined.isdisjoint(sources):
-            if node in in_layers:
-                raise RefusedError(node, "a layer reads what the whole batch determines")
-            joined.add(node)
-            continue
-        split = _on_halves(node, operands, states)
+        reads_joined = not joined.isdisjoint(sources)
+        split = None if reads_joined else _on_halves(node, operands, states)
         # Tables and masks that inputs alone determine are made once, for both halves. So is what a
         # matrix of parameters makes behind the layers: its gradient would be made for each half.
         flows = any(value in states and value[0] in activations for value in operands)
@@ -76,28 +72,39 @@ def calls_to_split(captured: Captured) -> dict[Node, Split]:
         can_join = split is not None and all(map(_can_be_joined, split.states))
         if split is not None and (node in in_layers or (flows and not is_head and can_join)):
             splits[node] = split
-        elif not sources.isdisjoint(splits):
-            strewn = not all(_can_be_joined(states[v]) for v in operands if v[0] in splits)
-            if node in before_layers or strewn:
-                raise RefusedError(node, f"{_name(node)} mixes the batch, or is not known not to")
+        elif reads_joined or not sources.isdisjoint(splits):
+            if node in before_layers:
+                whole = "a layer reads what the whole batch determines"
+                raise RefusedError(node, whole if reads_joined else _mixes(node))
+            _require_joinable(node, [states[v] for v in operands if v[0] in splits])
             joined.add(node)
             continue
         # Of a value of the full batch the halves are slices, so they must be its parts.
         if split is not None and (node in splits or can_join):
             states.update(zip(results_of(node), split.states, strict=True))
-    if not in_layers.intersection(splits):
+    output = captured.module.graph.output_node()
+    if in_layers.isdisjoint(splits):
         # Named after the output: there is no operator whose fault it is.
-        output = captured.module.graph.output_node()
         raise RefusedError(output, "the model has no repeated layers that the batch goes through")
+    for value in map(value_of, output.all_input_nodes):
+        _require_joinable(value[0], [states[value]] if value[0] in splits else [])
     return splits
+
+
+def _require_joinable(node: Node, halves: Iterable[State]) -> None:
+    """Raise an error if what ``node`` is of the full batch is not ``halves`` behind each other."""
+    if not all(map(_can_be_joined, halves)):
+        raise RefusedError(node, _mixes(node))
 
 
 def _can_be_joined(state: State) -> bool:
     return isinstance(state, Rows) and state.can_be_joined
 
 
-def _name(node: Node) -> str:
-    return str(node.target.__name__).partition(".")[0]
+def _mixes(node: Node) -> str:
+    node = node.args[0] if is_getitem(node) else node
+    name = str(node.target.__name__).partition(".")[0]
+    return f"{name} mixes the batch, or is not known not to"
 
 
 def _batch_of_inputs(captured: Captured) -> dict[Value, State]:

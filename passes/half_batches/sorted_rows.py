@@ -38,6 +38,10 @@ from sp_compiler.passes.sharding.dim_roles import Value, value_of
 from sp_compiler.rules.strategies import Strategy
 
 _aten = torch.ops.aten
+_SORTS = (_aten.sort.default, _aten.sort.stable, _aten.argsort.default, _aten.argsort.stable)
+# Of these the second result numbers elements of a dim, of the others the only one.
+_CHOOSE = (_aten.topk.default, _aten.max.dim, _aten.min.dim, *_SORTS[:2])
+_CHOOSE_ONE = (_aten.argmax.default, _aten.argmin.default, *_SORTS[2:])
 _FIRST = S(0)
 _StateOf = Callable[[Any], State | None]
 
@@ -71,17 +75,19 @@ def _sort(node: Node, state_of: _StateOf) -> Split | None:
 def _divide(node: Node, state_of: _StateOf) -> Split | None:
     """From the number of a row to that of its token."""
     order, divisor = state_of(node.args[0]), node.args[1]
-    floors = arguments(node).get("rounding_mode", "floor") == "floor"
-    if not (isinstance(order, Order) and type(divisor) is int and divisor > 0 and floors):
+    # Of numbers that are not negative "trunc" is the same.
+    rounds = arguments(node).get("rounding_mode", "floor") is not None
+    if not (isinstance(order, Order) and type(divisor) is int and divisor > 0 and rounds):
         return None
     return Split(Strategy((_FIRST,), (_FIRST,)), (Order(order.sort, order.repeats * divisor),))
 
 
 def _cast(node: Node, state_of: _StateOf) -> Split | None:
-    state, is_whole = state_of(node.args[0]), not node.meta["val"].is_floating_point()
+    state = state_of(node.args[0])
     if isinstance(state, Counts):
         return Split(Strategy((R,), (R,)), (state,))
-    if isinstance(state, (Order, Places)) and is_whole and node.meta["val"].dtype != torch.bool:
+    # In a smaller type the numbers of a long batch would wrap, and those of a half would not.
+    if isinstance(state, (Order, Places)) and node.meta["val"].dtype in (torch.int32, torch.int64):
         return Split(Strategy((_FIRST,), (_FIRST,)), (state,))
     return None
 
@@ -94,9 +100,9 @@ def _like(node: Node, state_of: _StateOf) -> Split | None:
 
 
 def _count(node: Node, state_of: _StateOf) -> Split | None:
-    (rows,) = shape_of(node.args[0]) or (0,)
     state = state_of(node.args[0])
-    if not (rows and isinstance(state, Rows) and not state.placement.segments):
+    is_vector = len(shape_of(node.args[0])) == 1
+    if not (is_vector and isinstance(state, Rows) and not state.placement.segments):
         return None
     return Split(Strategy((_FIRST,), (R,)), (Counts(),))
 
@@ -107,25 +113,56 @@ def _cumulate(node: Node, state_of: _StateOf) -> Split | None:
 
 
 def _grouped_product(node: Node, state_of: _StateOf) -> Split | None:
-    rows, weight, ends, *more = node.all_input_nodes
-    state = state_of(rows)
-    if more or not isinstance(state, Rows) or state.order is None or state_of(weight) is not None:
+    given = arguments(node)
+    ends, state = given["offs"], state_of(node.args[0])
+    if len(node.all_input_nodes) != 3 or ends is None or state_of(node.args[1]) is not None:
         return None
-    if state.placement != _FIRST or not _are_ends(ends, state.order):
+    if not isinstance(state, Rows) or state.placement != _FIRST or state.order is None:
+        return None
+    # Of what inputs alone determine the full batch's ends may be known, which are no half's.
+    if not isinstance(state_of(ends), Counts) or not _are_ends(ends, state.order):
         return None
     return Split(Strategy((_FIRST, R, R), (_FIRST,)), (state,))
 
 
 def _are_ends(ends: Node, sort: Node) -> bool:
     """Whether ``ends`` are those of the runs of equal keys that ``sort`` makes."""
-    ids = counted_ids(ends)
-    if ids is None:
+    keys, ids = sort.args[0], counted_ids(ends)
+    # Rows of negative keys would come first, and are counted nowhere.
+    if ids is None or not _numbers_experts(uncast(keys)):
         return False
-    keys = sort.args[0]
     if is_call(ids, _aten.index.Tensor):  # the keys in the order of the sort
-        taken, (order,) = ids.args
-        return taken is keys and order is not None and _indices_of(sort) == value_of(order)
+        taken, (order, *more) = ids.args
+        return (
+            taken is keys
+            and not more
+            and order is not None
+            and _indices_of(sort) == value_of(order)
+        )
     return _same(ids, uncast(keys)) or (is_getitem(ids) and value_of(ids) == (sort, 0))
+
+
+def _numbers_experts(node: Node) -> bool:
+    """Whether ``node`` has whole numbers that are not negative, whatever the batch."""
+    node = uncast(node)
+    if is_getitem(node):
+        return node.args[1] == 1 and node.args[0].target in _CHOOSE
+    if node.target in _CHOOSE_ONE:
+        return True
+    if is_call(node, _aten.remainder.Scalar):
+        divisor = node.args[1]
+        return _is_whole(node) and isinstance(divisor, int) and divisor > 0
+    if is_call(node, _aten.clamp.default):
+        low = arguments(node)["min"]
+        return _is_whole(node) and isinstance(low, int) and low >= 0
+    if is_call(node, _aten.masked_fill.Scalar):
+        value = node.args[2]
+        return isinstance(value, int) and value >= 0 and _numbers_experts(node.args[0])
+    return is_call(node, _aten.reshape.default) and _numbers_experts(node.args[0])
+
+
+def _is_whole(node: Node) -> bool:
+    return node.meta["val"].dtype in (torch.int32, torch.int64)
 
 
 def _same(left: Node, right: Node) -> bool:
@@ -176,6 +213,8 @@ def _put(node: Node, state_of: _StateOf) -> Split | None:
     order, adds = state_of(places), given.get("accumulate", is_call(node, _aten.index_add.default))
     if not isinstance(order, Order) or state_of(base) not in (None, BATCH_FIRST):
         return None
+    if shape_of(values) != (_rows(places), *shape_of(base)[1:]):
+        return None  # broadcast, by which rows may become something else
     # Put, not added: every place must be written, and once.
     if _rows(base) * order.repeats != _rows(places) or not (adds or order.repeats == 1):
         return None
@@ -198,9 +237,7 @@ def _rows(node: Node | None) -> int:
 
 
 _RULES: dict[Any, Callable[[Node, _StateOf], Split | None]] = {
-    **dict.fromkeys(
-        (_aten.sort.default, _aten.sort.stable, _aten.argsort.default, _aten.argsort.stable), _sort
-    ),
+    **dict.fromkeys(_SORTS, _sort),
     **dict.fromkeys((_aten.floor_divide.default, _aten.div.Tensor_mode), _divide),
     **dict.fromkeys((_aten.empty_like.default, _aten.zeros_like.default), _like),
     **dict.fromkeys((_aten.index.Tensor, _aten.index_select.default), _take),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sp_compiler.base.pass_report import Pass, PassReport, reporting
@@ -101,6 +101,23 @@ class Accumulated(Sorted):
         return x.index_put((order // 2,), y, accumulate=True)
 
 
+class Remainders(Sorted):
+    """Experts by a hash of the router's choice; ends that are cast at last, and numbers of tokens
+    that are cut off."""
+
+    def sort(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        ids, order = (ids * 7 % EXPERTS).clamp(min=0).sort(stable=True)
+        return ids, order
+
+    def ends(self, chosen: Tensor, ids: Tensor) -> Tensor:
+        counts = torch.histc(ids.float(), bins=EXPERTS, min=0, max=EXPERTS - 1)
+        return counts.to(torch.int64).cumsum(0).to(torch.int32)
+
+    def put_back(self, y: Tensor, order: Tensor, x: Tensor) -> Tensor:
+        tokens = torch.div(order.to(torch.int32), 2, rounding_mode="trunc")
+        return torch.zeros_like(x).index_add(0, tokens, y)
+
+
 class AllRows(Grouped):
     """Every expert on every row, experts outside of the batch, as Llama 4 does it."""
 
@@ -111,8 +128,8 @@ class AllRows(Grouped):
         return y.sum(0)
 
 
-def split(make: type[Grouped], **options: bool) -> tuple[Captured, PassReport]:
-    captured = capture(expert_models.model(lambda: make(**options)), (), BATCH)
+def split(make: type[Grouped]) -> tuple[Captured, PassReport]:
+    captured = capture(expert_models.model(make), (), BATCH)
     normalize(captured)
     with reporting(PassReport(Pass.HALF_BATCHES)) as report:
         half_batches(captured)
@@ -124,7 +141,8 @@ def with_bias() -> Grouped:
 
 
 @pytest.mark.parametrize(
-    "make", [with_bias, Picked, Numbered, Scattered, Put, Added, Accumulated, AllRows]
+    "make",
+    [with_bias, Picked, Numbered, Scattered, Put, Added, Accumulated, Remainders, AllRows],
 )
 def test_gradients_are_those_of_the_full_batch(make: type[Grouped]) -> None:
     model = expert_models.model(make)
@@ -149,18 +167,13 @@ def test_each_half_sorts_its_own_rows() -> None:
     captured, _ = split(Numbered)
     graph = captured.module.graph
     aten = torch.ops.aten
-    for target, operands in (
-        (aten.sort.default, [(16,)]),
-        (aten.histc.default, [(16,)]),
-        (aten.index_put.default, [(16,), (16,), (16,)]),
-        (torch.ops.transformers.grouped_mm_fallback.default, None),
-    ):
+    grouped = torch.ops.transformers.grouped_mm_fallback.default
+    for target in (aten.sort.default, aten.histc.default, aten.index_put.default, grouped):
         found = list(calls(graph, target))
         assert len(found) >= 4, target  # two layers, two halves
         for node in found:
-            shapes = [tuple(each.meta["val"].shape) for each in node.all_input_nodes]
-            assert shapes == (operands or shapes)
-            assert shapes[0][0] == 16
+            operands = node.all_input_nodes if target is not grouped else node.all_input_nodes[:1]
+            assert {operand.meta["val"].shape[0] for operand in operands} == {16}
     first, second, *_ = calls(graph, aten.index_put.default)
     assert first.args[2] is second.args[2]
     assert first.args[1] != second.args[1]
@@ -226,6 +239,55 @@ class Overwritten(Sorted):
         return x.index_put((order // 2,), y)
 
 
+class Negative(Sorted):
+    """Rows of no expert: sorted in front of all others, and counted nowhere."""
+
+    def sort(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        ids, order = torch.where(ids == 2, -1, ids).sort()
+        return ids, order
+
+
+class Scores(Sorted):
+    """Keys that are no whole numbers."""
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        scores = weights.flatten() * (EXPERTS - 1)
+        order, ends = self.keys(scores).argsort(), ends_of(scores)
+        y = product(F.gelu(product(x[order // 2], self.up, ends)), self.down, ends)
+        return self.put_back(y, order, x)
+
+    def keys(self, scores: Tensor) -> Tensor:
+        return scores
+
+
+class Truncated(Scores):
+    """Counts of scores, of which the keys are the whole part."""
+
+    def keys(self, scores: Tensor) -> Tensor:
+        return scores.to(torch.int64)
+
+
+class Narrowed(Sorted):
+    """A type in which the numbers of more rows would wrap."""
+
+    def put_back(self, y: Tensor, order: Tensor, x: Tensor) -> Tensor:
+        return y[order.to(torch.int8).long().argsort()].view(-1, 2, HIDDEN).sum(1)
+
+
+class Matrix(Sorted):
+    def ends(self, chosen: Tensor, ids: Tensor) -> Tensor:
+        return ends_of(chosen)
+
+
+class Broadcast(Sorted):
+    """A row put into many places."""
+
+    def put_back(self, y: Tensor, order: Tensor, x: Tensor) -> Tensor:
+        rows = torch.zeros(len(order), len(order), HIDDEN, dtype=y.dtype)
+        rows[order] = y
+        return rows.sum(0).view(-1, 2, HIDDEN).sum(1)
+
+
 class TokensChosen(Grouped):
     """Each expert chooses the tokens that suit it best in the batch."""
 
@@ -246,6 +308,12 @@ class TokensChosen(Grouped):
         (Dropped, "dropout"),
         (TwoSorts, "grouped_mm_fallback"),
         (Overwritten, "index_put"),
+        (Negative, "grouped_mm_fallback"),
+        (Scores, "grouped_mm_fallback"),
+        (Truncated, "grouped_mm_fallback"),
+        (Narrowed, "_to_copy"),
+        (Matrix, "histc"),
+        (Broadcast, "index_put"),
         (TokensChosen, "topk"),
     ],
 )
@@ -258,3 +326,75 @@ def test_what_depends_on_the_order_of_all_rows_is_refused(
     assert str(captured.module.graph) == str(before.module.graph)
     reasons = [each.reason for each in report.declined]
     assert reasons == [f"{operator} mixes the batch, or is not known not to"]
+
+
+class Routed(expert_models.Layer):
+    """A layer that is told its keys, and where the rows of each expert end."""
+
+    def forward(self, x: Tensor, keys: Tensor, ends: Tensor) -> Tensor:  # type: ignore[override]
+        order = keys.argsort()
+        y = product(F.gelu(product(x[order], self.experts.up, ends)), self.experts.down, ends)
+        return x + y[order.argsort()]
+
+
+class Telling(expert_models.Layer):
+    """A layer that tells how many rows each expert has, and their order."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        weights, chosen = self.router(x).softmax(-1).topk(2)
+        ids, order = chosen.flatten().sort()
+        counts = torch.histc(ids.double(), bins=EXPERTS, min=0, max=EXPERTS - 1)
+        return x + self.experts(x, chosen, weights), counts, order
+
+
+class Whole(expert_models.Model):
+    def __init__(self, layer: type[expert_models.Layer]) -> None:
+        super().__init__(Grouped)
+        self.layers = nn.ModuleList(layer(Grouped()) for _ in range(2))
+
+
+class CountsOutside(Whole):
+    """Experts are chosen by the token; where their rows end is counted once, for all layers."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, keys = self.tokens(ids).flatten(0, 1), (ids % EXPERTS).flatten()
+        ends = ends_of(keys)
+        for layer in self.layers:
+            x = layer(x, keys, ends)
+        return self.norm(x).square().mean()
+
+
+class CountsInLoss(Whole):
+    def forward(self, ids: Tensor) -> Tensor:
+        x, loss = self.tokens(ids).flatten(0, 1), torch.zeros((), dtype=torch.float64)
+        for layer in self.layers:
+            x, counts, _ = layer(x)
+            loss = loss + x.mean() * counts.sum()
+        return self.norm(x).square().mean() + loss
+
+
+class OrderReturned(Whole):
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x = self.tokens(ids).flatten(0, 1)
+        for layer in self.layers:
+            x, _, order = layer(x)
+        return self.norm(x).square().mean(), order
+
+
+@pytest.mark.parametrize(
+    ("make", "layer", "operator"),
+    [
+        (CountsOutside, Routed, "grouped_mm_fallback"),
+        (CountsInLoss, Telling, "sum"),
+        (OrderReturned, Telling, "sort"),
+    ],
+)
+def test_what_one_half_has_is_not_taken_for_what_the_batch_has(
+    make: type[Whole], layer: type[expert_models.Layer], operator: str
+) -> None:
+    captured = capture(make(layer).double(), (), BATCH)
+    normalize(captured)
+    before = str(captured.module.graph)
+    half_batches(captured)
+    assert captured.notes[-1].startswith(f"half batches: {operator} mixes the batch")
+    assert str(captured.module.graph) == before

@@ -50,7 +50,12 @@ class Counts:
     """Numbers of rows of each half by itself."""
 
 
-State = Rows | Order | Places | Counts
+@dataclass(frozen=True)
+class Unread:
+    """Nothing that reads it is known to be right on halves."""
+
+
+State = Rows | Order | Places | Counts | Unread
 BATCH_FIRST = Rows(S(0))
 
 

@@ -10,7 +10,7 @@
 A sort mixes the batch, but a row's result does not depend on where the sort puts it. Each half
 sorts its own rows, and what is computed row by row is right in any order, if all of it is in the
 same one; put back, rows are the batch's again. What tells where an expert's rows end has to be
-counted from the sorted keys themselves.
+counted from the sorted keys themselves, whole numbers that are not negative.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from sp_compiler.passes.half_batches.rows import (
     Rows,
     Split,
     State,
+    Unread,
 )
 from sp_compiler.passes.sharding.dim_roles import Value, value_of
 from sp_compiler.rules.strategies import Strategy
@@ -65,7 +66,7 @@ def _sort(node: Node, state_of: _StateOf) -> Split | None:
     if of_keys == BATCH_FIRST:
         made: tuple[State, ...] = (Rows(_FIRST, node), Order(node))
     elif isinstance(of_keys, Order) and of_keys.repeats == 1:
-        made = (Counts(), Places(of_keys.sort))  # sorted, its numbers are 0, 1, 2...
+        made = (Unread(), Places(of_keys.sort))  # sorted, its numbers are 0, 1, 2...
     else:
         return None
     made = made if isinstance(node.meta["val"], (tuple, list)) else made[1:]

@@ -114,6 +114,16 @@ def simulate(found: Case, program: CompiledProgram, seed: Tensor = SEED) -> Simu
     return simulate_step(program, found.params, found.buffers, found.inputs, seed)
 
 
+def assert_equal_gradients(step: SimulatedStep, other: SimulatedStep, most: float) -> None:
+    """Compare all gradients, in parts of the largest, of which they may differ by ``most``."""
+    largest = max(float(grad.abs().max()) for grad in step.grads.values() if grad is not None)
+    for key, grad in step.grads.items():
+        actual = other.grads[key]
+        assert grad is not None
+        assert actual is not None
+        assert float((grad - actual).abs().max()) <= most * largest, key
+
+
 def gradient_error(
     grads: dict[str, Tensor | None], expected: dict[str, Tensor | None], floor: float = 1e-5
 ) -> float:

@@ -28,7 +28,14 @@ from sp_compiler.passes.memory import partition as partition_module
 from sp_compiler.passes.normalize import normalize
 from sp_compiler.trace.export import capture
 from tests.helpers.fake_group import fake_group
-from tests.helpers.parity import Case, case, compiled, output_error, simulate
+from tests.helpers.parity import (
+    Case,
+    assert_equal_gradients,
+    case,
+    compiled,
+    output_error,
+    simulate,
+)
 from tests.models import zoo
 
 OPTIONS = CompileOptions(tp=2, half_batches=True)
@@ -173,12 +180,7 @@ def test_gradients_are_those_of_the_full_batch(name: str) -> None:
     full, halves = on_halves(name, batch=4, seq=8, p=0.0 if name == "llama" else 0.2)
     steps = [simulate(each, compiled(each, tp=2, recompute="selective")) for each in (full, halves)]
     assert output_error(steps[1], replace(full, outputs=steps[0].outputs)) < 1e-14
-    largest = max(float(grad.abs().max()) for grad in steps[0].grads.values() if grad is not None)
-    for key, grad in steps[0].grads.items():
-        other = steps[1].grads[key]
-        assert grad is not None
-        assert other is not None
-        assert float((grad - other).abs().max()) <= 1e-15 * largest, key
+    assert_equal_gradients(*steps, 1e-15)
 
 
 def test_a_step_holds_what_was_planned() -> None:

@@ -15,7 +15,7 @@ from sp_compiler.options import CompileOptions
 from sp_compiler.trace.export import capture
 from tests.helpers import expert_models
 from tests.helpers.expert_models import EXPERTS, HIDDEN, Grouped, Picked
-from tests.helpers.parity import compiled, make_case, output_error, simulate
+from tests.helpers.parity import assert_equal_gradients, compiled, make_case, output_error, simulate
 from tests.helpers.sorted_experts import BATCH, Sorted, ends_of, split
 
 
@@ -113,12 +113,7 @@ def test_gradients_are_those_of_the_full_batch(make: type[Grouped]) -> None:
         for each in (full, replace(full, program=program, latest=[]))
     ]
     assert output_error(steps[1], replace(full, outputs=steps[0].outputs)) < 1e-14
-    largest = max(float(grad.abs().max()) for grad in steps[0].grads.values() if grad is not None)
-    for key, grad in steps[0].grads.items():
-        other = steps[1].grads[key]
-        assert grad is not None
-        assert other is not None
-        assert float((grad - other).abs().max()) <= 4e-15 * largest, key
+    assert_equal_gradients(*steps, 4e-15)
 
 
 def test_each_half_sorts_its_own_rows() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -16,7 +17,7 @@ HOW = (
     'model.set_experts_implementation("grouped_mm"))'
 )
 _aten = torch.ops.aten
-_SORTS = (
+SORTS = (
     _aten.sort.default,
     _aten.sort.stable,
     _aten.argsort.default,
@@ -119,7 +120,7 @@ def _counts(ends: Node, ids: Node) -> bool:
     """Whether ``ends`` are the ends of each expert's rows among ``ids``."""
     # Counts are the same in any order, and the products' rows are in that of experts.
     ids = uncast(ids)
-    return counted_ids(ends) is ids and _is_sorted(ids)
+    return counted_ids(ends) is ids and sort_of(ids) is not None
 
 
 def counted_ids(ends: Node) -> Node | None:
@@ -136,24 +137,20 @@ def counted_ids(ends: Node) -> Node | None:
     return uncast(counted.args[0]) if is_by_number else None
 
 
-def _is_sorted(ids: Node) -> bool:
+def sort_of(ids: Node) -> Node | None:
+    """Return the sort, from the smallest, in whose order its keys ``ids`` are, if there is one."""
     if is_getitem(ids):
-        return ids.args[1] == 0 and _sorts(ids.args[0])
+        return ids.args[0] if ids.args[1] == 0 and _sorts(ids.args[0]) else None
     if not is_call(ids, _aten.index.Tensor) or len(ids.args[1]) != 1:
-        return False
+        return None
     taken, (order,) = ids.args
     if is_getitem(order):
-        return order.args[1] == 1 and _sorts(order.args[0], taken)
-    return _sorts(order, taken)
+        order = order.args[0] if order.args[1] == 1 else None
+    return order if _sorts(order) and taken is order.args[0] else None
 
 
-def _sorts(node: Node, taken: Node | None = None) -> bool:
-    """Whether ``node`` sorts a tensor, that is ``taken`` if given, from the smallest."""
-    return (
-        is_call(node, *_SORTS)
-        and not arguments(node)["descending"]
-        and taken in (None, node.args[0])
-    )
+def _sorts(node: Any) -> bool:
+    return is_call(node, *SORTS) and not arguments(node)["descending"]
 
 
 def uncast(node: Node, *, is_whole: bool = False) -> Node:

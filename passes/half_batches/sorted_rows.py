@@ -24,7 +24,7 @@ from torch.fx import Node
 from sp_compiler.base.placement import R, S
 from sp_compiler.ir.fx import arguments, is_call, is_getitem, shape_of
 from sp_compiler.ir.op_traits import is_grouped_product
-from sp_compiler.passes.expert_parallel.layers import counted_ids, uncast
+from sp_compiler.passes.expert_parallel.layers import SORTS, counted_ids, sort_of, uncast
 from sp_compiler.passes.half_batches.rows import (
     BATCH_FIRST,
     Counts,
@@ -39,10 +39,9 @@ from sp_compiler.passes.sharding.dim_roles import Value, value_of
 from sp_compiler.rules.strategies import Strategy
 
 _aten = torch.ops.aten
-_SORTS = (_aten.sort.default, _aten.sort.stable, _aten.argsort.default, _aten.argsort.stable)
 # Of these the second result numbers elements of a dim, of the others the only one.
-_CHOOSE = (_aten.topk.default, _aten.max.dim, _aten.min.dim, *_SORTS[:2])
-_CHOOSE_ONE = (_aten.argmax.default, _aten.argmin.default, *_SORTS[2:])
+_CHOOSE = (_aten.topk.default, _aten.max.dim, _aten.min.dim, *SORTS[:2])
+_CHOOSE_ONE = (_aten.argmax.default, _aten.argmin.default, *SORTS[2:])
 _FIRST = S(0)
 _StateOf = Callable[[Any], State | None]
 
@@ -132,15 +131,7 @@ def _are_ends(ends: Node, sort: Node) -> bool:
     # Rows of negative keys would come first, and are counted nowhere.
     if ids is None or not _numbers_experts(uncast(keys)):
         return False
-    if is_call(ids, _aten.index.Tensor):  # the keys in the order of the sort
-        taken, (order, *more) = ids.args
-        return (
-            taken is keys
-            and not more
-            and order is not None
-            and _indices_of(sort) == value_of(order)
-        )
-    return _same(ids, uncast(keys)) or (is_getitem(ids) and value_of(ids) == (sort, 0))
+    return _same(ids, uncast(keys)) or sort_of(ids) is sort
 
 
 def _numbers_experts(node: Node) -> bool:
@@ -171,10 +162,6 @@ def _same(left: Node, right: Node) -> bool:
     reshape = _aten.reshape.default
     flattened = is_call(left, reshape) and is_call(right, reshape) and left.args == right.args
     return left is right or flattened
-
-
-def _indices_of(sort: Node) -> Value:
-    return (sort, 1) if isinstance(sort.meta["val"], (tuple, list)) else (sort, 0)
 
 
 def _take(node: Node, state_of: _StateOf) -> Split | None:
@@ -238,7 +225,7 @@ def _rows(node: Node | None) -> int:
 
 
 _RULES: dict[Any, Callable[[Node, _StateOf], Split | None]] = {
-    **dict.fromkeys(_SORTS, _sort),
+    **dict.fromkeys(SORTS, _sort),
     **dict.fromkeys((_aten.floor_divide.default, _aten.div.Tensor_mode), _divide),
     **dict.fromkeys((_aten.empty_like.default, _aten.zeros_like.default), _like),
     **dict.fromkeys((_aten.index.Tensor, _aten.index_select.default), _take),

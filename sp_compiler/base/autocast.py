@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
@@ -25,7 +24,7 @@ def without_autocast() -> Iterator[None]:
         yield
 
 
-def with_captured_casts() -> AbstractContextManager[None]:
+def with_captured_casts() -> contextlib.AbstractContextManager[None]:
     """Return :func:`without_autocast`, which takes no time where no autocast is on.
 
     For generated code: forward runs under the caller's autocast, and so does a backward that is

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,11 +35,11 @@ def _fake_total(total: Tensor, *rest: Any) -> Tensor:
     return torch.empty_like(total)
 
 
-def _type_write(args: Arguments, world_size: int) -> Sequence[Typing]:
-    total = args["total"].meta["val"].dim()
-    # Along the dim that is written a rank would need to know where its own part begins.
-    shards = [S(dim) for dim in range(total) if dim != args["dim"]]
-    return [((kind, kind), (kind,)) for kind in (R, P, *shards)]
+def _type_alike(args: Arguments, world_size: int) -> Sequence[Typing]:
+    """The total and what is put in it are placed alike."""
+    # Along a dim that is written a rank would need to know where its own part begins.
+    dims = [dim for dim in range(args["total"].meta["val"].dim()) if dim != args.get("dim")]
+    return [((kind, kind), (kind,)) for kind in (R, P, *map(S, dims))]
 
 
 def _type_product(args: Arguments, world_size: int) -> Sequence[Typing]:
@@ -54,41 +54,25 @@ def _type_product(args: Arguments, world_size: int) -> Sequence[Typing]:
     ]
 
 
-def _type_part(args: Arguments, world_size: int) -> Sequence[Typing]:
-    shards = map(S, range(args["total"].meta["val"].dim()))
-    return [((kind, kind), (kind,)) for kind in (R, P, *shards)]
+def _in_place(
+    kernel: Callable[..., Tensor],
+    operands: str,
+    typings: Callable[[Arguments, int], Sequence[Typing]],
+) -> Operator:
+    """Register an operator that writes ``operands`` into a tensor, called as its kernel is."""
+    return register(
+        Operator(
+            name=kernel.__name__,
+            schema=f"(Tensor total, {operands}, SymInt world_size) -> Tensor",
+            kernel=kernel,
+            fake=_fake_total,
+            typings=typings,
+            view="all",
+            writes=True,
+        )
+    )
 
 
-WRITE_ROWS = register(
-    Operator(
-        name="write_rows",
-        schema="(Tensor total, Tensor part, int dim, SymInt start, SymInt world_size) -> Tensor",
-        kernel=write_rows,
-        fake=_fake_total,
-        typings=_type_write,
-        view="all",
-        writes=True,
-    )
-)
-ADD_PRODUCT = register(
-    Operator(
-        name="add_product",
-        schema="(Tensor total, Tensor left, Tensor right, SymInt world_size) -> Tensor",
-        kernel=add_product,
-        fake=_fake_total,
-        typings=_type_product,
-        view="all",
-        writes=True,
-    )
-)
-ADD_PART = register(
-    Operator(
-        name="add_part",
-        schema="(Tensor total, Tensor part, SymInt world_size) -> Tensor",
-        kernel=add_part,
-        fake=_fake_total,
-        typings=_type_part,
-        view="all",
-        writes=True,
-    )
-)
+WRITE_ROWS = _in_place(write_rows, "Tensor part, int dim, SymInt start", _type_alike)
+ADD_PRODUCT = _in_place(add_product, "Tensor left, Tensor right", _type_product)
+ADD_PART = _in_place(add_part, "Tensor part", _type_alike)

@@ -28,7 +28,7 @@ from torch.fx.node import map_arg
 
 from sp_compiler.ir.forward_backward import BEFORE, LookAhead
 from sp_compiler.ir.fx import ancestors, is_getitem, reach
-from sp_compiler.ir.op_traits import collective_of, is_view, writes
+from sp_compiler.ir.op_traits import collective_of, is_name
 from sp_compiler.ir.rewriting import copy_call, subgraph
 
 
@@ -83,8 +83,7 @@ def handed_over(first: Container[Node], reads: Iterable[Node]) -> tuple[set[Node
     """
 
     def again(node: Node) -> Sequence[Node]:
-        is_name = is_view(node) and not writes(node)
-        cheap = is_name or not isinstance(node.meta["val"], Tensor)
+        cheap = is_name(node) or not isinstance(node.meta["val"], Tensor)
         return node.all_input_nodes if node in first and cheap else ()
 
     operands = [node for each in reads for node in (each, *each.all_input_nodes)]

@@ -17,7 +17,15 @@ from sp_compiler.cost.memory import (
 )
 from sp_compiler.cost.node_cost import collectives_us, compute_us, node_collectives
 from sp_compiler.ir.fx import arguments
-from sp_compiler.ir.op_traits import base, collective_of, draws, is_handed, is_part, is_view, writes
+from sp_compiler.ir.op_traits import (
+    base,
+    collective_of,
+    draws,
+    is_handed,
+    is_name,
+    is_part,
+    is_view,
+)
 from sp_compiler.solve.block_schedule import Block, Task
 
 
@@ -134,7 +142,7 @@ class _Builder:
 
 def _stays_with_operator(node: Node) -> bool:
     """Return whether ``node`` only names what an operator before it has made."""
-    return is_part(node) or (is_view(node) and not writes(node))
+    return is_part(node) or is_name(node)
 
 
 def _operators_before(node: Node) -> Iterator[Node]:

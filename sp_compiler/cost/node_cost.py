@@ -19,11 +19,11 @@ from sp_compiler.ir.fx import arguments, placements_of, tensor_operands
 from sp_compiler.ir.op_traits import (
     FUSED_ATTENTION,
     collective_of,
+    is_name,
     is_part,
     is_started,
     is_view,
     is_wait,
-    writes,
 )
 from sp_compiler.ops.accumulate import ADD_PRODUCT, WRITE_ROWS
 from sp_compiler.ops.registry import Collective, operator_of
@@ -161,7 +161,7 @@ def compute_us(
     # A part of several results is there when they are.
     if node.op != "call_function" or is_part(node) or placements_of(node) is not None:
         return 0.0
-    if is_view(node) and not writes(node):
+    if is_name(node):
         return 0.0
     # A split: the node returns a list, and only its parts are views by the schema.
     if isinstance(node.meta["val"], (list, tuple)) and is_view(next(iter(node.users), node)):

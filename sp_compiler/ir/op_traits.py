@@ -149,6 +149,11 @@ def writes(node: Node) -> bool:
     return ours is not None and ours.writes
 
 
+def is_name(node: Node) -> bool:
+    """Return whether the node computes nothing: a view whose operator does not write."""
+    return is_view(node) and not writes(node)
+
+
 def is_part(node: Node) -> bool:
     """Return whether ``node`` is one of an operator's several results, with its own storage."""
     return node.target is operator.getitem and not is_view(node)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -111,17 +112,19 @@ def alternate(
     before: Callable[[], Any] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Milliseconds of each step in each round; every round runs each step once, in turn.
+    """Milliseconds of each step in each round; every round runs each step once.
 
-    Compare what was measured in the same round: drift of the machine then cancels. ``before`` runs
-    before each step, outside the measured time; ``clock`` returns seconds.
+    Compare what was measured in the same round: drift of the machine then cancels. The order
+    differs by round, the same on every rank: a step is slower behind one that leaves it cold
+    caches. ``before`` runs before each step, outside the measured time; ``clock`` returns seconds.
     """
     times: dict[str, list[float]] = {name: [] for name in steps}
+    shuffler = random.Random(0)
     for index in range(warmup + rounds):
-        for name, step in steps.items():
+        for name in shuffler.sample(list(steps), len(steps)):
             before()
             with Stopwatch(clock) as watch:
-                step()
+                steps[name]()
             if index >= warmup:
                 times[name].append(watch.ms)
     return times

@@ -5,9 +5,12 @@ the 64-bit position of the element in the *global* tensor, so it is the same whe
 and for every number of ranks, and different on every shard. The position is split in the row (all
 dims but the last) and the column. A row gets a 64-bit key from the finaliser of SplitMix64 (Steele
 et al., "Fast splittable pseudorandom number generators", 2014); an element gets 32 bits from its
-column and the two halves of the key, by two rounds of a 32-bit finaliser from Wellons' search for
-low-bias integer hashes ("hash-prospector": shifts 16, 15, 15, multipliers 0x21f0aaad and
-0xd35a2d97).
+column and the two halves of the key, by a 32-bit finaliser from Wellons' search for low-bias
+integer hashes ("hash-prospector": shifts 16, 15, 15, multipliers 0x21f0aaad and 0xd35a2d97). The
+first half of the key is added in front of it, the second inside: rows whose first halves differ
+little would else hold the same numbers in another order. Its last shift reaches the low bits alone;
+instead the first product is repeated, without which numbers of one row some thousand columns apart
+were correlated.
 
 All integers are signed, because torch lacks unsigned arithmetic; sums and products wrap.
 """
@@ -137,14 +140,11 @@ class Grid:
         rows, columns = block
         bits = torch.bitwise_xor(self.low[rows], self.columns[columns], out=bits)
         _xor_shift(bits, 16, shifted).mul_(_HASH_FIRST)
-        _xor_shift(bits, 15, shifted).mul_(_HASH_SECOND)
-        _xor_shift(bits, 15, shifted)
-        bits.bitwise_xor_(self.high[rows])
+        _xor_shift(bits, 15, shifted).bitwise_xor_(self.high[rows])
         if self.num_columns > 1 << 32:
             bits.bitwise_xor_(self.column_highs[columns] * _HASH_SECOND)
-        _xor_shift(bits, 16, shifted).mul_(_HASH_FIRST)
-        # Without the last shift: it only reaches the low bits, which hardly matter to a comparison.
-        return _xor_shift(bits, 15, shifted).mul_(_HASH_SECOND)
+        bits.mul_(_HASH_SECOND)
+        return _xor_shift(bits, 16, shifted).mul_(_HASH_FIRST)
 
 
 def _xor_shift(x: Tensor, shift: int, buffer: Tensor | None) -> Tensor:

@@ -114,7 +114,7 @@ def test_sites_seeds_and_shards_are_independent() -> None:
 def test_the_stream_is_pinned() -> None:
     """A change of these numbers breaks resumed training runs: state it in the changelog."""
     numbers = [float(uniform((1,), dtype, seed=torch.tensor(0))) for dtype in _DIGITS]
-    assert numbers == [0.38698055235453455, 0.3869805932044983, 0.38720703125, 0.38671875]
+    assert numbers == [0.312223439453022, 0.31222349405288696, 0.31201171875, 0.30859375]
 
 
 # As an operator.

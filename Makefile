@@ -54,7 +54,7 @@ compat:
 	@[[ "$(TORCH)" =~ ^[0-9]+\.[0-9]+\.[0-9]+$$ ]] || { \
 	  echo "say which torch, with all three numbers: make compat TORCH=2.11.0" >&2; exit 1; }
 	[ -x $(COMPAT)/bin/python ] || $(PYTHON) -m venv $(COMPAT)
-	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(COMPAT)/requirements.txt
+	sed -e 's/^torch==.*/torch==$(TORCH)/' -e '/^triton==/d' constraints.txt > $(COMPAT)/requirements.txt
 	$(COMPAT)/bin/python -m pip install --quiet -r $(COMPAT)/requirements.txt
 	$(COMPAT)/bin/python -m pip install --quiet --no-deps -e .
 	rm -f $(COMPAT)/report.xml

@@ -26,6 +26,8 @@ TEST = [
     "pytest-xdist>=3.6",
     "ruff>=0.9",
     "transformers>=5.0,<6",
+    # PyTorch for CPUs comes without it; it interprets, and compiles for, GPUs that are not there.
+    "triton>=3.6,<4; sys_platform == 'linux' and platform_machine == 'x86_64'",
 ]
 
 setup(

@@ -110,7 +110,7 @@ class Grid:
             rows = rows + first_row
         # Site and seed are mixed before they are added: seeds and sites are small numbers in a row,
         # whose plain sums would meet (seed 1 at site 2, seed 2 at site 1).
-        key = _in_memory(_mix64(_in_memory(_mix64(seed)) + _mix64_number(site)))
+        key = _in_memory(_mix64(_in_memory(_mix64(seed)) + mix64_number(site)))
         low, high = _halves(_in_memory(_mix64(key + rows * _GOLDEN)))
         self.low, self.high = low.unsqueeze(1), high.unsqueeze(1)
         self.columns, self.column_highs = _halves(columns)
@@ -170,7 +170,7 @@ def _in_memory(x: Tensor) -> Tensor:
     return x.as_strided(x.shape, x.stride())
 
 
-def _mix64_number(x: int) -> int:
+def mix64_number(x: int) -> int:
     """:func:`_mix64` of a number that every rank knows, so that no operator computes it."""
     mask = (1 << 64) - 1
     x = (x + _GOLDEN) & mask

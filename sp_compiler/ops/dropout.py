@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.util import find_spec
 from math import prod
 from typing import Any
 
@@ -55,16 +57,20 @@ def dropout_mask(  # noqa: PLR0913 - those of the operator
     """
     mask = torch.empty_like(x, dtype=torch.bool)
     place = site, dim, world_size, tp.rank, first_row, padding, first_query, num_queries
-    grid = Grid(x.shape, x.device, seed, *place)
     threshold = _threshold(p)
     if not is_plain(tp.rank, x, seed):
+        grid = Grid(x.shape, x.device, seed, *place)
         return mask.copy_((grid.hash_all() >= threshold).view(x.shape))
     target = (
         mask if mask.is_contiguous() else torch.empty(x.shape, dtype=torch.bool, device=x.device)
     )
-    flat = target.view(grid.shape)
-    for block, bits in grid.blocks():
-        torch.ge(bits, threshold, out=flat[block])
+    if x.is_cuda and (on_gpu := _gpu_kernel()):
+        on_gpu(target, target, seed, threshold, 1.0, *place)
+    else:
+        grid = Grid(x.shape, x.device, seed, *place)
+        flat = target.view(grid.shape)
+        for block, bits in grid.blocks():
+            torch.ge(bits, threshold, out=flat[block])
     return mask if target is mask else mask.copy_(target)
 
 
@@ -88,18 +94,32 @@ def dropout(  # noqa: PLR0913 - those of the operator
     """
     result = torch.empty_like(x)
     place = site, dim, world_size, tp.rank, first_row, padding, first_query, num_queries
-    grid = Grid(x.shape, x.device, seed, *place)
     threshold, scale = _threshold(p), 1 / (1 - p)
     if not is_plain(tp.rank, x, seed):
+        grid = Grid(x.shape, x.device, seed, *place)
         survives = (grid.hash_all() >= threshold).view(x.shape)
         return result.copy_((x * survives).mul_(scale))
     source = x.contiguous()
     target = result if result.is_contiguous() else torch.empty_like(source)
-    source_rows, target_rows = source.view(grid.shape), target.view(grid.shape)
-    for block, bits in grid.blocks():
-        survives = bits.ge_(threshold)
-        torch.mul(source_rows[block], survives.to(x.dtype), out=target_rows[block]).mul_(scale)
+    if x.is_cuda and (on_gpu := _gpu_kernel()):
+        on_gpu(source, target, seed, threshold, scale, *place)
+    else:
+        grid = Grid(x.shape, x.device, seed, *place)
+        source_rows, target_rows = source.view(grid.shape), target.view(grid.shape)
+        for block, bits in grid.blocks():
+            survives = bits.ge_(threshold)
+            torch.mul(source_rows[block], survives.to(x.dtype), out=target_rows[block]).mul_(scale)
     return result if target is result else result.copy_(target)
+
+
+@cache
+def _gpu_kernel() -> Callable[..., None] | None:
+    """Return the kernel in Triton, which PyTorch for GPUs brings along on Linux; else ``None``."""
+    if find_spec("triton") is None:
+        return None
+    from sp_compiler.ops.gpu.dropout import run_dropout
+
+    return run_dropout
 
 
 def _threshold(p: float) -> int:
@@ -156,13 +176,18 @@ def _typings(args: Arguments, world_size: int, of_partial: Placement) -> Sequenc
 
 def _scratch_of_dropout(args: Arguments, result: Tensor) -> int:
     x = args["x"].meta["val"]
-    survives = x.element_size() * prod(block_shape(x.shape, x.device))
-    return scratch_bytes(x.shape, x.device) + survives + (0 if x.is_contiguous() else 2 * x.nbytes)
+    survives = 0 if x.is_cuda else x.element_size() * prod(block_shape(x.shape, x.device))
+    return _scratch(x) + survives + (0 if x.is_contiguous() else 2 * x.nbytes)
 
 
 def _scratch_of_mask(args: Arguments, result: Tensor) -> int:
     x = args["x"].meta["val"]
-    return scratch_bytes(x.shape, x.device) + (0 if x.is_contiguous() else x.numel())
+    return _scratch(x) + (0 if x.is_contiguous() else x.numel())
+
+
+def _scratch(x: Tensor) -> int:
+    # The kernel needs none, and is there wherever a large model is trained.
+    return 0 if x.is_cuda else scratch_bytes(x.shape, x.device)
 
 
 _SCHEMA = (

@@ -82,18 +82,18 @@ class Grid:
         dim %= len(sizes)
         self.device = device
         self.shape = _flat(sizes)
-        queries = torch.arange(sizes[-2], device=device) + first_query if num_queries else None
+        queries = _count(sizes[-2], device) + first_query if num_queries else None
         if num_queries:  # from here on the sizes of the rank's tensor, which places count by
             sizes = (*sizes[:-2], num_queries, sizes[-1])
 
         def rows_of(count: int) -> Tensor:
             """The first ``count`` rows of the rank's tensor that are in the part."""
             if queries is None:
-                return torch.arange(count, device=device)
-            first = torch.arange(count // num_queries, device=device) * num_queries
+                return _count(count, device)
+            first = _count(count // num_queries, device) * num_queries
             return (first.unsqueeze(1) + queries).flatten()
 
-        rows, columns = rows_of(prod(sizes[:-1])), torch.arange(sizes[-1], device=device)
+        rows, columns = rows_of(prod(sizes[:-1])), _count(sizes[-1], device)
         self.num_columns = sizes[-1]
         if world_size > 1 and dim == len(sizes) - 1:
             self.num_columns *= world_size
@@ -103,7 +103,7 @@ class Grid:
         elif world_size > 1:
             inner = prod(sizes[dim:-1])
             true = inner * world_size - padding * prod(sizes[dim + 1 : -1])
-            outer = torch.arange(prod(sizes[:dim]), device=device) * true
+            outer = _count(prod(sizes[:dim]), device) * true
             part = rows_of(inner) + rank * inner
             rows = (outer.unsqueeze(1) + part).flatten()
         if first_row:
@@ -145,6 +145,16 @@ class Grid:
             bits.bitwise_xor_(self.column_highs[columns] * _HASH_SECOND)
         bits.mul_(_HASH_SECOND)
         return _xor_shift(bits, 16, shifted).mul_(_HASH_FIRST)
+
+
+def _count(size: int, device: torch.device) -> Tensor:
+    """Return 0, 1, ... as numbers of 64 bits, whoever compiles it.
+
+    Inductor takes sums and products of an index for an index itself, and on a GPU computes those
+    with 32 bits; this is a value to it.
+    """
+    numbers = torch.arange(size, device=device)
+    return numbers | numbers
 
 
 def _xor_shift(x: Tensor, shift: int, buffer: Tensor | None) -> Tensor:

@@ -4,11 +4,9 @@ else; compiled for a GPU, it rounds as they do."""
 from __future__ import annotations
 
 import multiprocessing
-import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -17,24 +15,17 @@ from torch import Tensor
 
 from sp_compiler.ops import dropout as operators
 from sp_compiler.ops.communicator import Communicator
+from tests.helpers.interpreted_triton import Run, interpreter, needs_triton
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="there is no Triton")
+pytestmark = needs_triton
 
 SEED = torch.tensor(-4_611_686_018_427_387_847)
-Run = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
 def elsewhere() -> Iterator[Run]:
-    """Calls a function in another process: interpreting or compiling, Triton changes its own
-    modules, and complains when the process ends."""
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, spawn, _let_interpret) as pool:
-        yield lambda *args: pool.submit(*args).result()
-
-
-def _let_interpret() -> None:
-    os.environ["TRITON_INTERPRET"] = "1"
+    with interpreter() as run:
+        yield run
 
 
 def _interpreted(x: Tensor, result: Tensor, *rest: Any) -> Tensor:

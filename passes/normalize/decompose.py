@@ -48,6 +48,8 @@ def canonical_operators(graph: Graph) -> None:
     - ``_weight_norm(v, g)`` -> ``v * (g / norm(v))``
     - ``x[..., i::n]`` of a dim that n divides -> ``select`` from its last n elements side by side
     - ``repeat``, ``repeat_interleave`` with a number -> ``reshape``, ``expand``, ``reshape``
+    - ``sort``, ``argsort`` -> the stable ones: elsewhere the order of equal keys is up to the kernel,
+      and where backward sorts again another one may run (Inductor's, or that of a fallback)
     - a new tensor like an activation -> one of that size, which does not depend on the activation
     - a new tensor without a dtype -> one of the dtype that it had when captured
     """
@@ -65,6 +67,14 @@ def canonical_operators(graph: Graph) -> None:
 
 def _bitwise_and(node: Node) -> None:
     node.target = _aten.bitwise_and.Tensor
+
+
+def _stable_sort(node: Node) -> None:
+    stable = {_aten.sort.default: _aten.sort.stable, _aten.argsort.default: _aten.argsort.stable}
+    given = arguments(node)
+    kwargs = {"stable": True, "dim": given["dim"], "descending": given["descending"]}
+    node.target = stable[node.target]
+    node.args, node.kwargs = (given["self"],), kwargs
 
 
 def _broadcast_to(node: Node) -> None:
@@ -275,6 +285,8 @@ _FACTORIES = (
 )
 _REWRITES: dict[object, Callable[[Node], None]] = {
     _aten.__and__.Tensor: _bitwise_and,
+    _aten.sort.default: _stable_sort,
+    _aten.argsort.default: _stable_sort,
     _aten.t.default: _t,
     _aten.numpy_T.default: _reversed,
     _aten.matmul.default: _product,

@@ -274,7 +274,8 @@ def _multinomial(draw: _Draw) -> Node:
 
 def _randperm(draw: _Draw) -> Node:
     # In float64: of many numbers of 24 digits two would be equal, and their order not random.
-    order = draw.apply(_aten.sort.default, draw.uniform(torch.float64), -1)
+    numbers = draw.uniform(torch.float64)
+    order = draw.apply(_aten.sort.stable, numbers, stable=True, dim=-1, descending=False)
     return draw.apply(operator.getitem, order, 1)
 
 

@@ -122,7 +122,7 @@ def test_each_half_sorts_its_own_rows() -> None:
     graph = captured.module.graph
     aten = torch.ops.aten
     grouped = torch.ops.transformers.grouped_mm_fallback.default
-    for target in (aten.sort.default, aten.histc.default, aten.index_put.default, grouped):
+    for target in (aten.sort.stable, aten.histc.default, aten.index_put.default, grouped):
         found = list(calls(graph, target))
         assert len(found) >= 4, target  # two layers, two halves
         for node in found:

@@ -48,7 +48,7 @@ def canonical_operators(graph: Graph) -> None:
     - ``_weight_norm(v, g)`` -> ``v * (g / norm(v))``
     - ``x[..., i::n]`` of a dim that n divides -> ``select`` from its last n elements side by side
     - ``repeat``, ``repeat_interleave`` with a number -> ``reshape``, ``expand``, ``reshape``
-    - ``sort``, ``argsort`` -> the stable ones: elsewhere the order of equal keys is up to the kernel,
+    - ``sort``, ``argsort`` -> the stable ones: else the order of equal keys is up to the kernel,
       and where backward sorts again another one may run (Inductor's, or that of a fallback)
     - a new tensor like an activation -> one of that size, which does not depend on the activation
     - a new tensor without a dtype -> one of the dtype that it had when captured

@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
@@ -34,7 +34,7 @@ from torch._inductor import config, ir
 from torch._inductor.graph import GraphLowering
 from torch._inductor.scheduler import BaseSchedulerNode
 from torch._subclasses import FakeTensorMode
-from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch.utils._pytree import tree_map
 
 import sp_compiler
 from benchmarks import inductor
@@ -42,6 +42,7 @@ from benchmarks.models import PAPER_SETUPS, PlainGPT
 from sp_compiler.inductor import fused, lowering
 from sp_compiler.inductor.lowering import Traced
 
+T = TypeVar("T")
 MODEL = "gpt-22b"
 DTYPE = torch.bfloat16
 DROPOUT = 0.1
@@ -127,27 +128,25 @@ class Emitted:
     text: str
 
 
-class _EmittedError(Exception):
+class _WrittenError(Exception):
     """Ends the compilation of a function once its text is there."""
 
-    def __init__(self, found: Emitted) -> None:
+    def __init__(self, found: Any) -> None:
         super().__init__()
         self.found = found
 
 
 def emit(traced: Traced) -> Emitted:
     """Return what Inductor emits for a traced function on a GPU."""
+    return until_written(traced, _emitted)
+
+
+def until_written(traced: Traced, look: Callable[[GraphLowering], T]) -> T:
+    """Let Inductor compile a traced function for a GPU until it would write its code; return what
+    ``look`` sees then."""
 
     def stop(graph: GraphLowering) -> None:
-        text, _ = graph.codegen()
-        results = frozenset(graph.get_output_names())
-        kernels = [_kernel(node, results) for node in graph.scheduler.nodes]
-        kernels = [kernel for kernel in kernels if kernel.accesses]
-        names = {name for kernel in kernels for name in kernel.accesses}
-        sizes = {
-            name: int(graph.get_numel(name)) * graph.get_dtype(name).itemsize for name in names
-        }
-        raise _EmittedError(Emitted(kernels, sizes, text.value))
+        raise _WrittenError(look(graph))
 
     on_gpu = _on_gpu(traced)
     with mock.patch.object(GraphLowering, "compile_to_module", stop), _gpu_pretended():
@@ -155,7 +154,7 @@ def emit(traced: Traced) -> Emitted:
             lowering.compile_graph(on_gpu)
         except Exception as error:  # Inductor wraps what is raised while it compiles
             cause: BaseException | None = error
-            while cause is not None and not isinstance(cause, _EmittedError):
+            while cause is not None and not isinstance(cause, _WrittenError):
                 cause = getattr(cause, "inner_exception", None) or cause.__context__
             if cause is None:
                 raise
@@ -163,20 +162,41 @@ def emit(traced: Traced) -> Emitted:
     raise AssertionError("Inductor has compiled nothing")
 
 
+def _emitted(graph: GraphLowering) -> Emitted:
+    text, _ = graph.codegen()
+    results = frozenset(graph.get_output_names())
+    kernels = [_kernel(node, results) for node in graph.scheduler.nodes]
+    kernels = [kernel for kernel in kernels if kernel.accesses]
+    names = {name for kernel in kernels for name in kernel.accesses}
+    sizes = {name: int(graph.get_numel(name)) * graph.get_dtype(name).itemsize for name in names}
+    return Emitted(kernels, sizes, text.value)
+
+
 def _on_gpu(traced: Traced) -> Traced:
     """The same graph with fake CUDA tensors."""
     mode = FakeTensorMode()
-    for node in traced.module.graph.nodes:
-        if "device" in node.kwargs:
-            node.update_kwarg("device", _DEVICE)
+    storages: dict[int, Tensor] = {}
+
+    def moved(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        storage = value.untyped_storage()
+        # Views stay views of one tensor: Inductor reads off them what may be written in place.
+        if storage._cdata not in storages:
+            storages[storage._cdata] = torch.empty(
+                storage.nbytes(), dtype=torch.uint8, device=_DEVICE
+            )
+        whole = storages[storage._cdata].view(value.dtype)
+        return whole.as_strided(value.shape, value.stride(), value.storage_offset())
+
+    # By hand: fake kernels of some operators ask a PyTorch without CUDA for its device.
     with mode:
-        fakes = [
-            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=_DEVICE)
-            if isinstance(x, Tensor)
-            else x
-            for x in traced.fakes
-        ]
-    FakeTensorProp(traced.module, mode).propagate_dont_convert_inputs(*fakes)
+        for node in traced.module.graph.nodes:
+            if "device" in node.kwargs:
+                node.update_kwarg("device", _DEVICE)
+            if "val" in node.meta:
+                node.meta["val"] = tree_map(moved, node.meta["val"])
+        fakes = [moved(x) for x in traced.fakes]
     return dataclasses.replace(traced, mode=mode, fakes=fakes)
 
 
@@ -201,6 +221,9 @@ def _gpu_pretended() -> Iterator[None]:
         for name, value in device.items():
             told = staticmethod(lambda *_, value=value, **__: value)
             stack.enter_context(mock.patch.object(CudaInterface, name, told))
+        # It tries the write that it plans on fake tensors, for which torch asks CUDA.
+        written = "torch._inductor.fx_passes.reinplace._inplace_generalized_scatter"
+        stack.enter_context(mock.patch(written, lambda written, value, views: written))
         stack.enter_context(config.patch(force_disable_caches=True, compile_threads=1))
         yield
 

@@ -1,0 +1,142 @@
+"""Inductor's code for a GPU, run without one: Triton interprets the kernels with NumPy.
+
+Triton reads when it is imported whether to interpret: set ``TRITON_INTERPRET=1`` before.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._inductor.graph import GraphLowering
+from torch.utils._python_dispatch import _disable_current_modes
+
+from benchmarks.inductor_kernels import until_written
+from sp_compiler.inductor.lowering import Traced
+
+# In front of the kernels: what they and the module around them ask of a GPU, on the CPU.
+_HEAD = '''
+import contextlib
+import torch
+import triton
+import triton.language as tl
+from torch._inductor.runtime import triton_helpers
+from torch._inductor.runtime.triton_helpers import math as tl_math
+
+BLOCKS = {"XBLOCK": 64, "YBLOCK": 16, "ZBLOCK": 4, "R0_BLOCK": 8}
+aten = torch.ops.aten
+
+
+def assert_size_stride(*_):
+    pass
+
+
+def copy_if_misaligned(x):
+    return x
+
+
+def empty_strided_cuda(size, stride, dtype):
+    return torch.empty_strided(size, stride, dtype=dtype)
+
+
+def get_raw_stream(device):
+    return None
+
+
+def reinterpret_tensor(x, size, stride, offset=0):
+    return x.as_strided(size, stride, x.storage_offset() + offset)
+
+
+class Products:
+    """Those of cuBLAS, by the names that torch has for them."""
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+
+class Library:
+    """Functions of CUDA's library by those of Triton."""
+
+    def __getattr__(self, name):
+        return getattr(tl, name)
+
+    def tanh(self, x):
+        return 2 * tl.sigmoid(2 * x) - 1
+
+    def isnan(self, x):
+        return x != x
+
+    def pow(self, x, y):
+        return tl.exp2(tl.log2(x) * y)
+
+
+extern_kernels, libdevice = Products(), Library()
+
+
+class Launched:
+    """A kernel that runs for all of its blocks."""
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def run(self, *arguments, stream):
+        names = self.kernel.arg_names
+        given = dict(zip(names, arguments))
+        blocks = {name: BLOCKS[name] for name in names if name in BLOCKS}
+        grid = [
+            triton.cdiv(given[f"{dim}numel"], blocks[block]) if block in blocks else 1
+            for dim, block in (("x", "XBLOCK"), ("y", "YBLOCK"), ("z", "ZBLOCK"))
+        ]
+        self.kernel[tuple(grid)](*arguments, **blocks)
+'''
+
+
+def load(text: str) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
+    """Return the function of a module that Inductor has written for a GPU; it takes and returns
+    tensors on the CPU."""
+    lines = [_HEAD]
+    written = r"^(\w+) = async_compile\.triton\('\w+', '''(.*?)^'''"
+    for name, source in re.findall(written, text, re.MULTILINE | re.DOTALL):
+        _, _, kernel = source.partition("triton_helpers.set_driver_to_gpu()\n")
+        tuned = r"^@triton_heuristics\.\w+\(.*?^\)\n(?=@triton\.jit)"
+        lines.append(re.sub(tuned, "", kernel, flags=re.MULTILINE | re.DOTALL))
+        lines.append(f"{name} = Launched({name})")
+    runner = text[text.index("class Runner:") : text.index("runner = Runner(")]
+    runner = runner.replace("torch.cuda.set_device(0)", "pass")
+    lines.append(runner.replace("torch.cuda._DeviceGuard(0)", "contextlib.nullcontext()"))
+    # Triton reads the source of a kernel from its file, as soon as the kernel is defined.
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "written.py")
+        path.write_text("\n".join(lines), encoding="utf-8")
+        spec = importlib.util.spec_from_file_location("written", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    call = module.Runner([]).call
+
+    def run(arguments: Sequence[Tensor]) -> Sequence[Tensor]:
+        # A mode of the caller's, such as that of simulated ranks, sees nothing of a kernel.
+        with torch.no_grad(), _disable_current_modes():
+            return call(list(arguments))
+
+    return run
+
+
+def compile_graph(traced: Traced) -> Callable[[list[Any]], Sequence[Any]]:
+    """Return interpreted kernels, in place of
+    :func:`sp_compiler.inductor.lowering.compile_graph`."""
+    # Simulated ranks compile in their mode, which would see Inductor's fake tensors.
+    with _disable_current_modes():
+        return load(until_written(traced, _text))
+
+
+def _text(graph: GraphLowering) -> str:
+    text, _ = graph.codegen()
+    return text.value

@@ -91,7 +91,9 @@ def parameter_edges(
             if index in with_partial_gradient:
                 spec = partial_spec(spec)
             edges.append((index, num_tensors, spec))
-        num_tensors += isinstance(value, Tensor)  # autograd counts no others
+            num_tensors += 1
+        elif isinstance(value, Tensor):  # autograd counts no others
+            num_tensors += 1
     return edges
 
 

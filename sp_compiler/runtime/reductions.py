@@ -163,7 +163,8 @@ class ReplicateParameters(CompiledFunction):
                 for name, grad, filled in zip(ctx.names, grads, fills, strict=True)
             ]
             results = reduce_gradients(ctx.tp, partial)
-        deliver(ctx.parameters, ctx.next_functions, results, grads)
+        # Copies, which share no memory with ``grads``.
+        deliver(ctx.parameters, ctx.next_functions, results, ())
         return (None, None, None, *forbid_double_backward(results, grads))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -154,7 +155,8 @@ def run(state: ModuleState, executor: Executor, leaves: list[Any]) -> Any:
         compile_kernels(state.agreement, executor.compiled)
     seed = forward_seed(state.group, state.device()) if executor.needs_seed else None
     execution = executor.run(state.parameters, state.buffers, leaves, seed)
-    with torch.no_grad():
+    # Most models have none, and to enter no_grad takes as long as a small kernel.
+    with torch.no_grad() if execution.mutated_buffers else nullcontext():
         for name, value in execution.mutated_buffers.items():
             # In place, for the user's code and copies of the tree hold this very tensor.
             state.buffers[name].copy_(value)

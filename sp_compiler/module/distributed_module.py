@@ -192,9 +192,11 @@ class DistributedModule(Inspection, Weights):
         self._sp_state.deferred.pending.clear()
         self._sp_state.fsdp.drop_unreduced()
         if set_to_none:
-            # Without the walk through the tree, which takes as long as a small layer.
-            for parameter in self._sp_state.parameters.current():
-                parameter.grad = None
+            # Without the walk through the tree, which takes as long as a small layer, and without a
+            # search of each DTensor for __torch_function__.
+            with torch._C.DisableTorchFunctionSubclass():
+                for parameter in self._sp_state.parameters.current():
+                    parameter.grad = None
         else:
             super().zero_grad(set_to_none)
 

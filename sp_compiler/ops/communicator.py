@@ -6,6 +6,7 @@ The kernels of custom operators are methods of it too, added by :mod:`sp_compile
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -18,9 +19,18 @@ from sp_compiler.base.placement import Placement
 from sp_compiler.base.shards import padded, without_padding
 
 _c10d = torch.ops._c10d_functional
-# The generated code differentiates itself, so the collectives' own autograd kernels, which are
-# written in Python, are passed by.
-_BelowAutograd = torch._C._AutoDispatchBelowAutograd
+# The dispatcher's own functions: what torch wraps around each, in Python, takes a tenth of the time
+# that a collective takes to start.
+_all_gather, _reduce_scatter, _all_reduce, _all_to_all, _wait = (
+    packet.default._op
+    for packet in (
+        _c10d.all_gather_into_tensor,
+        _c10d.reduce_scatter_tensor,
+        _c10d.all_reduce,
+        _c10d.all_to_all_single,
+        _c10d.wait_tensor,
+    )
+)
 
 
 class Collectives(Protocol):
@@ -49,22 +59,22 @@ class FunctionalCollectives:
         self._group_name = group_name
 
     def all_gather(self, x: Tensor, world_size: int) -> Callable[[], Tensor]:
-        result = _c10d.all_gather_into_tensor(x, world_size, self._group_name)
-        return lambda: _c10d.wait_tensor(result)
+        result = _all_gather(x, world_size, self._group_name)
+        return functools.partial(_wait, result)
 
     def reduce_scatter(self, x: Tensor, world_size: int) -> Callable[[], Tensor]:
-        result = _c10d.reduce_scatter_tensor(x, "sum", world_size, self._group_name)
-        return lambda: _c10d.wait_tensor(result)
+        result = _reduce_scatter(x, "sum", world_size, self._group_name)
+        return functools.partial(_wait, result)
 
     def all_reduce(self, x: Tensor, op: str) -> Callable[[], Tensor]:
-        result = _c10d.all_reduce(x, op, self._group_name)
-        return lambda: _c10d.wait_tensor(result)
+        result = _all_reduce(x, op, self._group_name)
+        return functools.partial(_wait, result)
 
     def all_to_all(
         self, x: Tensor, sent: Sequence[int], received: Sequence[int]
     ) -> Callable[[], Tensor]:
-        result = _c10d.all_to_all_single(x, list(received), list(sent), self._group_name)
-        return lambda: _c10d.wait_tensor(result)
+        result = _all_to_all(x, list(received), list(sent), self._group_name)
+        return functools.partial(_wait, result)
 
 
 class Pending:
@@ -90,8 +100,7 @@ class Pending:
 
     def wait(self) -> Tensor:
         """Wait for the result and return it; to be called once."""
-        with _BelowAutograd():
-            arrived = self._arrive()
+        arrived = self._arrive()
         del self._arrive, self._sent  # this object may live longer
         return arrived if self._finish is None else self._finish(arrived)
 
@@ -112,12 +121,14 @@ class ExpertRanks:
     def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Send the first ``sent[0]`` of contiguous ``rows`` to rank 0, the next to rank 1, and so
         on; return what arrives, by rank."""
-        with _BelowAutograd():
-            return self._exchange.all_to_all(rows, sent, received)()
+        return self._exchange.all_to_all(rows, sent, received)()
 
 
 class Communicator:
     """Typed collectives on one rank's tensors, and the kernels of our operators.
+
+    What a step calls often runs below autograd, as regions do: torch differentiates collectives in
+    Python, which takes as long as to start one.
 
     Args:
         group: the tensor-parallel process group; ``None`` when ``world_size`` is 1.
@@ -167,33 +178,26 @@ class Communicator:
 
     def start_all_gather(self, x: Tensor, src: str, dst: str) -> Pending:
         """:meth:`all_gather` of more than one rank that goes on until it is waited for."""
-        source, world_size = Placement.parse(src), self.world_size
-        with _BelowAutograd():
-            # Held until the result is there: the transfer reads it while its caller goes on.
-            sent = x.contiguous()
-            ranks = self._collectives.all_gather(sent, world_size)
+        # Held until the result is there: the transfer reads it while its caller goes on.
+        sent = x.contiguous()
+        ranks = self._collectives.all_gather(sent, self.world_size)
         # The collective puts the parts one behind the other, which for rows is the result: no copy.
-        if source.dim == 0 and len(source.segments) < 2 and not source.padding(world_size):
+        if _is_rows(src, self.world_size):
             return Pending(ranks, sent)
-        return Pending(ranks, sent, lambda arrived: _joined(arrived, source, world_size))
+        joined = functools.partial(_joined, Placement.parse(src), self.world_size)
+        return Pending(ranks, sent, joined)
 
     def start_reduce_scatter(self, x: Tensor, src: str, dst: str) -> Pending:
         """:meth:`reduce_scatter` of more than one rank that goes on until it is waited for."""
-        target = Placement.parse(dst)
-        ranks = _to_rank_major(x, target, self.world_size)
-        # The collective cuts dim 0 alone; other dims are brought there by a copy.
-        if target.dim:
-            ranks = ranks.unflatten(target.dim, (self.world_size, -1))
-            ranks = ranks.movedim(target.dim, 0).flatten(0, 1)
+        # The collective cuts dim 0 alone.
+        is_rows = _is_rows(dst, self.world_size)
+        ranks = x if is_rows else _apart(Placement.parse(dst), self.world_size, x)
         ranks = ranks.contiguous()
-        with _BelowAutograd():
-            part = self._collectives.reduce_scatter(ranks, self.world_size)
-        return Pending(part, ranks)
+        return Pending(self._collectives.reduce_scatter(ranks, self.world_size), ranks)
 
     def start_all_reduce(self, x: Tensor, src: str, dst: str, op: str = "sum") -> Pending:
         """:meth:`all_reduce` of more than one rank that goes on until it is waited for."""
-        with _BelowAutograd():
-            return Pending(self._collectives.all_reduce(x.contiguous(), op), x)
+        return Pending(self._collectives.all_reduce(x.contiguous(), op), x)
 
     def shard(self, x: Tensor, src: str, dst: str) -> Tensor:
         """R or I -> S(dim): a copy of this rank's part, so that ``x`` can be freed."""
@@ -266,9 +270,24 @@ def current_communicator() -> Communicator | None:
     return _CURRENT.get()
 
 
-def _joined(ranks: Tensor, source: Placement, world_size: int) -> Tensor:
-    """Join the parts of all ranks, concatenated on dim 0, along the dim that they are sharded
-    on."""
+# Cached: every collective of a step asks.
+@functools.cache
+def _is_rows(placement: str, world_size: int) -> bool:
+    """Return whether the parts of all ranks, concatenated on dim 0, are the global value."""
+    parsed = Placement.parse(placement)
+    return parsed.dim == 0 and len(parsed.segments) < 2 and not parsed.padding(world_size)
+
+
+def _apart(target: Placement, world_size: int, x: Tensor) -> Tensor:
+    """Return the parts of all ranks of the global value ``x``, concatenated on dim 0."""
+    ranks = _to_rank_major(x, target, world_size)
+    if not target.dim:
+        return ranks
+    return ranks.unflatten(target.dim, (world_size, -1)).movedim(target.dim, 0).flatten(0, 1)
+
+
+def _joined(source: Placement, world_size: int, ranks: Tensor) -> Tensor:
+    """Inverse of :func:`_apart`."""
     if source.dim:
         ranks = ranks.unflatten(0, (world_size, -1)).movedim(0, source.dim)
         # Flattening parts of size 1 gives a view, which fused attention would misread.

@@ -251,9 +251,10 @@ class Executor:
         if self._weights is not None or self._leaves_partial:
             return {}
         # Managed ones are not gathered yet, and FSDP takes their gradients block by block.
-        parameters = {name: params[name] for name in self._replicated if name not in managed}
         trained = {
-            name: parameter for name, parameter in parameters.items() if parameter.requires_grad
+            name: parameter
+            for name in self._replicated
+            if name not in managed and (parameter := params[name]).requires_grad
         }
         if not trained:
             return {}

@@ -91,7 +91,9 @@ def parameter_edges(
             if index in with_partial_gradient:
                 spec = partial_spec(spec)
             edges.append((index, num_tensors, spec))
-        num_tensors += isinstance(value, Tensor)  # autograd counts no others
+            num_tensors += 1
+        elif isinstance(value, Tensor):  # autograd counts no others
+            num_tensors += 1
     return edges
 
 
@@ -127,13 +129,14 @@ def deliver(
     results: list[Tensor | None],
     grads: Sequence[Tensor | None],
 ) -> None:
-    """Deliver the gradients of parameters among ``results``.
+    """Deliver the gradients of parameters among ``results``; separate all that share memory.
 
     A gradient that is put into ``parameter.grad`` is replaced by ``None``; one that autograd
-    handles further becomes a DTensor. Neither shares memory with another tensor, because autograd
-    adds to ``grad`` in place. It copies tensors that have other holders, but it only sees the
-    wrapper of a DTensor, which is always new: two parameters that are added to each other would get
-    one gradient, and accumulation into either would change both.
+    handles further becomes a DTensor. None shares memory with another tensor, because autograd adds
+    to ``grad`` in place. It copies tensors that have other holders, and notices one tensor for two
+    inputs, but not a tensor and its view. And it only sees the wrapper of a DTensor, which is
+    always new: two parameters that are added to each other would get one gradient, and accumulation
+    into either would change both.
 
     Args:
         edges: see :func:`parameter_edges`.
@@ -142,38 +145,49 @@ def deliver(
             changed in place.
         grads: arguments of its backward.
     """
-    tensors = [
-        grad._local_tensor if isinstance(grad, DTensor) else grad
-        for grad in (*grads, *results)
-        if grad is not None
-    ]
     # One look for all of them: in nearly every region each gradient has a storage of its own.
-    has_shared = len({tensor.untyped_storage()._cdata for tensor in tensors}) < len(tensors)
+    has_shared = _share_storage((*grads, *results))
     # Autograd detaches what it gets, which for a DTensor takes ten times as long as for a tensor,
     # longer than a small kernel. So where that is all that it would do it is passed by.
     backward = None if torch.is_grad_enabled() else torch._C._current_graph_task_id()
-    for index, edge, spec in edges:
-        grad = results[index]
-        if grad is None:
-            continue
-        local = grad.contiguous()
-        if has_shared:
-            rest = (*grads, *results[:index], *results[index + 1 :])
-            if any(other is not None and _overlap(local, local_tensor(other)) for other in rest):
-                local = local.clone()
-        # Past from_local, whose checks and node take longer than a small kernel, and past __init__,
-        # which does nothing and takes longer than all the rest.
-        wrapped = DTensor.__new__(DTensor, local, spec, requires_grad=False)
-        passed_by = backward is not None and _accumulated(nodes[edge][0], wrapped, backward)
-        results[index] = None if passed_by else wrapped
+    # To read an attribute of a DTensor takes three times as long while torch looks for a
+    # __torch_function__, which DTensor does not have.
+    with torch._C.DisableTorchFunctionSubclass():
+        for index, edge, spec in edges:
+            grad = results[index]
+            if grad is None:
+                continue
+            local = grad.contiguous()
+            if has_shared:
+                rest = (*grads, *results[:index], *results[index + 1 :])
+                if any(
+                    other is not None and _overlap(local, local_tensor(other)) for other in rest
+                ):
+                    local = local.clone()
+            # Past from_local, whose checks and node take longer than a small kernel, and past
+            # __init__, which does nothing and takes longer than all the rest.
+            wrapped = DTensor.__new__(DTensor, local, spec, requires_grad=False)
+            passed_by = backward is not None and _accumulated(nodes[edge][0], wrapped, backward)
+            results[index] = None if passed_by else wrapped
+    if has_shared:
+        _separate(results)
 
 
-def separate(results: list[Tensor | None]) -> None:
-    """Copy each of ``results``, except DTensors, that overlaps with an earlier one.
+def _share_storage(tensors: Sequence[Tensor | None]) -> bool:
+    """Return whether two of ``tensors`` share a storage, or one has none."""
+    try:
+        storages = [
+            (x._local_tensor if isinstance(x, DTensor) else x).untyped_storage()._cdata
+            for x in tensors
+            if x is not None
+        ]
+    except NotImplementedError:  # of a sparse gradient
+        return True
+    return len(set(storages)) < len(storages)
 
-    Autograd stores a gradient without other holders in ``grad`` and adds to it in place, without
-    checking its storage. It notices one tensor for two inputs, but not a tensor and its view.
-    """
+
+def _separate(results: list[Tensor | None]) -> None:
+    """Copy each of ``results``, except DTensors, that overlaps with an earlier one."""
     by_storage: dict[int, list[Tensor]] = {}
     for index, result in enumerate(results):
         if result is None or isinstance(result, DTensor) or result.layout != torch.strided:

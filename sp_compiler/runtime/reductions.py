@@ -163,13 +163,20 @@ class ReplicateParameters(CompiledFunction):
                 for name, grad, filled in zip(ctx.names, grads, fills, strict=True)
             ]
             results = reduce_gradients(ctx.tp, partial)
-        if ctx.parameters:
-            deliver(ctx.parameters, ctx.next_functions, results, grads)
+        # Copies, which share no memory with ``grads``.
+        deliver(ctx.parameters, ctx.next_functions, results, ())
         return (None, None, None, *forbid_double_backward(results, grads))
 
 
 def reduce_gradients(tp: Communicator, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Return sums over ranks of partial gradients, with one all-reduce per dtype."""
+    # As in the backward of a region: neither views nor versions, and past the autograd kernels of
+    # collectives, which are written in Python.
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        return _reduced(tp, grads)
+
+
+def _reduced(tp: Communicator, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     result: list[Tensor | None] = [None] * len(grads)
     by_dtype: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
     for index, grad in enumerate(grads):

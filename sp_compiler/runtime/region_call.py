@@ -25,7 +25,6 @@ from sp_compiler.runtime.parameter_gradients import (
     local_tensor,
     opaque,
     parameter_edges,
-    separate,
 )
 
 
@@ -318,9 +317,7 @@ class RegionFunction(CompiledFunction):
                 if index in runner.padded:
                     results[index] = runner.without_padding(index, results[index])
         # Outside of no_grad, where create_graph shows.
-        if ctx.parameters:
-            deliver(ctx.parameters, ctx.next_functions, results, grads)
-        separate(results)
+        deliver(ctx.parameters, ctx.next_functions, results, grads)
         return (None, None, *forbid_double_backward(results, grads))
 
 

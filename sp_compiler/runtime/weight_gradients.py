@@ -27,7 +27,6 @@ from sp_compiler.runtime.parameter_gradients import (
     opaque,
     parameter_edges,
     partial_spec,
-    separate,
 )
 from sp_compiler.runtime.reductions import DeferredGradients
 from sp_compiler.runtime.region_call import Handed, RegionRunner, forbid_double_backward
@@ -208,9 +207,7 @@ class LateFunction(CompiledFunction):
             results = late.take()
             for index, _, _ in ctx.parameters:
                 results[index] = late.in_stored_form(index, results[index])
-        if ctx.parameters:
-            deliver(ctx.parameters, ctx.next_functions, results, grads)
-        separate(results)
+        deliver(ctx.parameters, ctx.next_functions, results, grads)
         return (None, *forbid_double_backward(results, grads))
 
 

@@ -212,6 +212,15 @@ def test_gradients_are_reduced_in_one_bucket_a_dtype(monkeypatch: pytest.MonkeyP
                 assert torch.equal(gather_check(result, I), 2 * grad)
 
 
+def test_reduced_gradients_have_no_graph() -> None:
+    """Also with create_graph, whose second backward is refused."""
+    full = torch.ones(3)
+    with simulated_ranks(2) as tp:
+        (reduced,) = reduce_gradients(tp, [scatter(full, I, 2).requires_grad_()])
+    assert reduced is not None
+    assert not reduced.requires_grad
+
+
 def test_wrong_placement_or_world_is_refused() -> None:
     compiled = handmade(2)
     with pytest.raises(ArgumentError, match="compiled for 2 ranks"):

@@ -164,6 +164,18 @@ def test_parts_of_one_gradient_are_not_copied(mesh: DeviceMesh, scale: float) ->
     assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
 
 
+def test_overlapping_gradients_of_other_inputs_are_copied() -> None:
+    whole = torch.arange(6.0)
+    first, overlapping, behind = whole[:4], whole[3:], whole[4:]
+    results: list[Tensor | None] = [None, first, overlapping, behind, whole.to_sparse()]
+    deliver([], [], results, (None,))
+    assert results[1] is first
+    assert results[3] is behind
+    assert results[2] is not None
+    assert torch.equal(results[2], overlapping)
+    assert results[2].untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
+
+
 def test_one_that_is_added_to_counts_it(mesh: DeviceMesh) -> None:
     """Autograd finds that a gradient is not any more what somebody saved for backward."""
     first, second = _parameters(mesh)

@@ -186,14 +186,14 @@ def call_key(
     ``dtypes`` has, by ``id``, the compute dtypes of parameters if they differ from their own.
     """
     # Lists inside: generators take twice as long, in every call, and models have hundreds of both.
+    # And the attributes of DTensors without a search for __torch_function__, which takes longer.
+    with torch._C.DisableTorchFunctionSubclass():
+        kinds = [
+            (dtypes.get(id(p), p.dtype) if dtypes else p.dtype, p.requires_grad) for p in parameters
+        ]
     return CallKey(
         bytes([module.training for module in modules]),
-        tuple(
-            [
-                (dtypes.get(id(p), p.dtype) if dtypes else p.dtype, p.requires_grad)
-                for p in parameters
-            ]
-        ),
+        tuple(kinds),
         autocast_state(),
         tuple([_leaf(leaf) for leaf in leaves]),
         structure,

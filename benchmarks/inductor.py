@@ -1,11 +1,14 @@
 """The numbers of ``backend="inductor"`` against those of eager code, for every architecture.
 
     python -m benchmarks.inductor [--tp 1 2 4] [--missing] [--seconds 500] [--write] [names ...]
+    TRITON_INTERPRET=1 python -m benchmarks.inductor --emitted ...
 
 One step of each architecture of the tests, float32, training mode with dropout, on simulated ranks.
 With ``--write`` each result goes to ``benchmarks/results/inductor.json`` as soon as it is there,
 and all of them to ``docs/inductor.md``; ``--missing`` then goes on where an earlier run was cut,
 and ``--seconds`` starts nothing new after that time. Kernels are kept in Inductor's own cache.
+With ``--emitted`` the kernels are not C++ but the Triton code that Inductor emits for a GPU,
+interpreted; the results go to ``benchmarks/results/inductor_emitted.json``.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +30,9 @@ import transformers
 from torch import Tensor
 from torch._inductor import config
 
+from benchmarks import interpreted_triton
 from benchmarks.performance import RESULTS, keep_architecture, markdown_table
+from sp_compiler.inductor import lowering
 from sp_compiler.inductor.fused import Fused
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ops.communicator import Communicator
@@ -34,6 +40,7 @@ from tests.helpers import parity
 from tests.models import architectures
 
 FILE = RESULTS / "inductor.json"
+EMITTED = RESULTS / "inductor_emitted.json"
 KERNELS = RESULTS / "inductor_kernels.json"
 PAGE = Path(__file__).parents[1] / "docs" / "inductor.md"
 RANKS = (1, 2, 4)
@@ -63,6 +70,12 @@ dropout probability set to 0.1, on 1, 2 and 4 simulated ranks.
 - *functions*, *as written*: functions that Inductor compiled, and those left as generated.
 
 Several numbers in a cell belong to the ranks in the second column.
+"""
+_ON_GPU = """## Code for a GPU, interpreted
+
+The same for the Triton code that Inductor emits for a GPU, without one: Triton interprets each
+kernel with NumPy, PyTorch computes the products. Written by
+`TRITON_INTERPRET=1 python -m benchmarks.inductor --emitted --write`.
 """
 _KERNELS = """## Kernels on a GPU
 
@@ -228,6 +241,17 @@ def _fused(program: CompiledProgram) -> Iterator[Fused]:
 
 def page(results: Mapping[str, Any]) -> str:
     """The text of ``docs/inductor.md``."""
+    parts = [_HEAD, *_results(results)]
+    missing = [name for name in architectures.names() if name not in results["architectures"]]
+    if missing:
+        parts += [f"Not measured yet: {', '.join(missing)}.\n"]
+    if EMITTED.exists():
+        parts += [_ON_GPU, *_results(json.loads(EMITTED.read_text()))]
+    return "\n".join([*parts, _KERNELS, _kernel_table(json.loads(KERNELS.read_text()))])
+
+
+def _results(results: Mapping[str, Any]) -> list[str]:
+    """The paragraphs of a file of results."""
     rows, reasons, apart = [], [], []
     for name in architectures.names():
         records = results["architectures"].get(name, {})
@@ -253,15 +277,12 @@ def page(results: Mapping[str, Any]) -> str:
         "architecture", "ranks", "loss", "gradients", "eager", "Inductor", "function", "masks",
         "differ", "functions", "as written",
     )  # fmt: skip
-    parts = [_HEAD, f"On {results['machine']}.\n", markdown_table(head, rows)]
+    parts = [f"On {results['machine']}.\n", markdown_table(head, rows)]
     if apart:
         parts += [f"Gradients more than {TOLERANCE:.0e} apart: {', '.join(apart)}.\n"]
-    missing = [name for name in architectures.names() if name not in results["architectures"]]
-    if missing:
-        parts += [f"Not measured yet: {', '.join(missing)}.\n"]
     if reasons:
-        parts += ["## What runs as written, and why\n", *reasons, ""]
-    return "\n".join([*parts, _KERNELS, _kernel_table(json.loads(KERNELS.read_text()))])
+        parts += ["What runs as written, and why:\n", *reasons, ""]
+    return parts
 
 
 def _kernel_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -292,13 +313,19 @@ def main() -> None:
     parser.add_argument("--missing", action="store_true", help="only what no result is kept of")
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--write", action="store_true", help="keep the results, tracked files")
+    parser.add_argument("--emitted", action="store_true", help="interpret the code for a GPU")
     options = parser.parse_args()
+    # Triton reads it when it is imported, which has happened.
+    if options.emitted and os.environ.get("TRITON_INTERPRET") != "1":
+        parser.error("--emitted: set TRITON_INTERPRET=1 in the environment")
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     end = time.monotonic() + options.seconds
+    file = EMITTED if options.emitted else FILE
+    compiler = interpreted_triton if options.emitted else lowering
     for name in options.names or architectures.names():
-        kept = json.loads(FILE.read_text())["architectures"] if FILE.exists() else {}
+        kept = json.loads(file.read_text())["architectures"] if file.exists() else {}
         done = kept.get(name, {}) if options.missing else {}
         missing = [tp for tp in options.tp if str(tp) not in done]
         if not missing or time.monotonic() > end:
@@ -308,10 +335,13 @@ def main() -> None:
             if time.monotonic() > end:
                 return
             # More threads would compile kernels ahead of others that need the cores.
-            with config.patch(compile_threads=1):
+            used = mock.patch("sp_compiler.inductor.fused.compile_graph", compiler.compile_graph)
+            with config.patch(compile_threads=1), used:
                 record = measure(found, exact, tp)
             if options.write:
-                keep_architecture(FILE, PAGE, page, name, tp, asdict(record))
+                # The page shows both files, whichever was written to.
+                both = lambda _: page(json.loads(FILE.read_text()))
+                keep_architecture(file, PAGE, both, name, tp, asdict(record))
             print("ok  " if record.passes else "FAIL", name, tp, asdict(record), flush=True)
 
 

@@ -14,55 +14,35 @@ from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
 import dataclasses
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 from unittest import mock
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
-from torch._dynamo.device_interface import CudaInterface
-from torch._inductor import config, ir
+from torch._inductor import ir
 from torch._inductor.graph import GraphLowering
 from torch._inductor.scheduler import BaseSchedulerNode
-from torch._subclasses import FakeTensorMode
-from torch.utils._pytree import tree_map
 
 import sp_compiler
 from benchmarks import inductor
 from benchmarks.models import PAPER_SETUPS, PlainGPT
+from benchmarks.pretended_gpu import until_written
 from sp_compiler.inductor import fused, lowering
 from sp_compiler.inductor.lowering import Traced
 
-T = TypeVar("T")
 MODEL = "gpt-22b"
 DTYPE = torch.bfloat16
 DROPOUT = 0.1
 DIRECTIONS = "forward", "backward"
-_DEVICE = torch.device("cuda", 0)
 # Below this it is a seed, a row's hash or a sum of partial sums: a launch, but no traffic.
 _SMALL = 2**20
-# Of an H100; the text of kernels hardly depends on them.
-_PROPERTIES = SimpleNamespace(
-    name="H100",
-    major=9,
-    minor=0,
-    multi_processor_count=132,
-    max_threads_per_multi_processor=2048,
-    max_threads_per_block=1024,
-    regs_per_multiprocessor=65536,
-    warp_size=32,
-    total_memory=80 << 30,
-    gcnArchName="",
-)
 
 
 @dataclass(frozen=True)
@@ -128,38 +108,9 @@ class Emitted:
     text: str
 
 
-class _WrittenError(Exception):
-    """Ends the compilation of a function once its text is there."""
-
-    def __init__(self, found: Any) -> None:
-        super().__init__()
-        self.found = found
-
-
 def emit(traced: Traced) -> Emitted:
     """Return what Inductor emits for a traced function on a GPU."""
     return until_written(traced, _emitted)
-
-
-def until_written(traced: Traced, look: Callable[[GraphLowering], T]) -> T:
-    """Let Inductor compile a traced function for a GPU until it would write its code; return what
-    ``look`` sees then."""
-
-    def stop(graph: GraphLowering) -> None:
-        raise _WrittenError(look(graph))
-
-    on_gpu = _on_gpu(traced)
-    with mock.patch.object(GraphLowering, "compile_to_module", stop), _gpu_pretended():
-        try:
-            lowering.compile_graph(on_gpu)
-        except Exception as error:  # Inductor wraps what is raised while it compiles
-            cause: BaseException | None = error
-            while cause is not None and not isinstance(cause, _WrittenError):
-                cause = getattr(cause, "inner_exception", None) or cause.__context__
-            if cause is None:
-                raise
-            return cause.found
-    raise AssertionError("Inductor has compiled nothing")
 
 
 def _emitted(graph: GraphLowering) -> Emitted:
@@ -170,62 +121,6 @@ def _emitted(graph: GraphLowering) -> Emitted:
     names = {name for kernel in kernels for name in kernel.accesses}
     sizes = {name: int(graph.get_numel(name)) * graph.get_dtype(name).itemsize for name in names}
     return Emitted(kernels, sizes, text.value)
-
-
-def _on_gpu(traced: Traced) -> Traced:
-    """The same graph with fake CUDA tensors."""
-    mode = FakeTensorMode()
-    storages: dict[int, Tensor] = {}
-
-    def moved(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        storage = value.untyped_storage()
-        # Views stay views of one tensor: Inductor reads off them what may be written in place.
-        if storage._cdata not in storages:
-            storages[storage._cdata] = torch.empty(
-                storage.nbytes(), dtype=torch.uint8, device=_DEVICE
-            )
-        whole = storages[storage._cdata].view(value.dtype)
-        return whole.as_strided(value.shape, value.stride(), value.storage_offset())
-
-    # By hand: fake kernels of some operators ask a PyTorch without CUDA for its device.
-    with mode:
-        for node in traced.module.graph.nodes:
-            if "device" in node.kwargs:
-                node.update_kwarg("device", _DEVICE)
-            if "val" in node.meta:
-                node.meta["val"] = tree_map(moved, node.meta["val"])
-        fakes = [moved(x) for x in traced.fakes]
-    return dataclasses.replace(traced, mode=mode, fakes=fakes)
-
-
-@contextlib.contextmanager
-def _gpu_pretended() -> Iterator[None]:
-    """Context in which Inductor finds a GPU and Triton. It asks for facts and calls neither."""
-    facts: Mapping[str, Callable[..., Any]] = {
-        "torch.cuda.get_device_properties": lambda device=None: _PROPERTIES,
-        "torch.cuda.get_device_capability": lambda device=None: (9, 0),
-        "torch.cuda.current_device": lambda: 0,
-        "torch.utils._triton.triton_hash_with_backend": lambda: "",
-        "torch._inductor.scheduler.has_triton": lambda: True,
-    }
-    with contextlib.ExitStack() as stack:
-        for name, fact in facts.items():
-            stack.enter_context(mock.patch(name, fact))
-        device = {
-            "get_device_properties": _PROPERTIES,
-            "get_compute_capability": 90,
-            "is_bf16_supported": True,
-        }
-        for name, value in device.items():
-            told = staticmethod(lambda *_, value=value, **__: value)
-            stack.enter_context(mock.patch.object(CudaInterface, name, told))
-        # It tries the write that it plans on fake tensors, for which torch asks CUDA.
-        written = "torch._inductor.fx_passes.reinplace._inplace_generalized_scatter"
-        stack.enter_context(mock.patch(written, lambda written, value, views: written))
-        stack.enter_context(config.patch(force_disable_caches=True, compile_threads=1))
-        yield
 
 
 def _kernel(node: BaseSchedulerNode, results: frozenset[str]) -> Kernel:

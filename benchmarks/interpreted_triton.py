@@ -17,28 +17,16 @@ from torch import Tensor
 from torch._inductor.graph import GraphLowering
 from torch.utils._python_dispatch import _disable_current_modes
 
-from benchmarks.inductor_kernels import until_written
+from benchmarks.pretended_gpu import until_written
 from sp_compiler.inductor.lowering import Traced
 
-# In front of the kernels: what they and the module around them ask of a GPU, on the CPU.
+# Behind the module's own imports: what it and its kernels ask of a GPU, on the CPU.
 _HEAD = '''
 import contextlib
-import torch
-import triton
-import triton.language as tl
 from torch._inductor.runtime import triton_helpers
 from torch._inductor.runtime.triton_helpers import math as tl_math
 
 BLOCKS = {"XBLOCK": 64, "YBLOCK": 16, "ZBLOCK": 4, "R0_BLOCK": 8}
-aten = torch.ops.aten
-
-
-def assert_size_stride(*_):
-    pass
-
-
-def copy_if_misaligned(x):
-    return x
 
 
 def empty_strided_cuda(size, stride, dtype):
@@ -47,10 +35,6 @@ def empty_strided_cuda(size, stride, dtype):
 
 def get_raw_stream(device):
     return None
-
-
-def reinterpret_tensor(x, size, stride, offset=0):
-    return x.as_strided(size, stride, x.storage_offset() + offset)
 
 
 class Products:
@@ -100,7 +84,8 @@ class Launched:
 def load(text: str) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
     """Return the function of a module that Inductor has written for a GPU; it takes and returns
     tensors on the CPU."""
-    lines = [_HEAD]
+    imports = text[: text.index("async_compile = ")].splitlines()
+    lines = [*(line for line in imports if "get_raw_stream" not in line), _HEAD]
     written = r"^(\w+) = async_compile\.triton\('\w+', '''(.*?)^'''"
     for name, source in re.findall(written, text, re.MULTILINE | re.DOTALL):
         _, _, kernel = source.partition("triton_helpers.set_driver_to_gpu()\n")

@@ -102,10 +102,15 @@ def test_ratio_compares_within_rounds() -> None:
     assert ratio(times, "a", "b") == pytest.approx(0.5)
 
 
-def test_rounds_alternate_and_warm_up() -> None:
-    calls: list[str] = []
-    times = alternate(
-        {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, rounds=3, warmup=1
-    )
-    assert calls == ["a", "b"] * 4
-    assert [len(values) for values in times.values()] == [3, 3]
+def test_every_round_runs_all_in_an_order_of_its_own() -> None:
+    def run() -> tuple[list[str], dict[str, list[float]]]:
+        calls: list[str] = []
+        steps = {name: lambda name=name: calls.append(name) for name in "abc"}
+        return calls, alternate(steps, rounds=7, warmup=1)
+
+    calls, times = run()
+    rounds = [tuple(calls[at : at + 3]) for at in range(0, 24, 3)]
+    assert {"".join(sorted(each)) for each in rounds} == {"abc"}
+    assert len(set(rounds)) > 2
+    assert run()[0] == calls  # as on every other rank
+    assert [len(values) for values in times.values()] == [7, 7, 7]

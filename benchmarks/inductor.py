@@ -250,6 +250,11 @@ def page(results: Mapping[str, Any]) -> str:
     return "\n".join([*parts, _KERNELS, _kernel_table(json.loads(KERNELS.read_text()))])
 
 
+def _page_of_files(_: Mapping[str, Any]) -> str:
+    """The page, which shows both files, whichever was written to."""
+    return page(json.loads(FILE.read_text()))
+
+
 def _results(results: Mapping[str, Any]) -> list[str]:
     """The paragraphs of a file of results."""
     rows, reasons, apart = [], [], []
@@ -339,9 +344,7 @@ def main() -> None:
             with config.patch(compile_threads=1), used:
                 record = measure(found, exact, tp)
             if options.write:
-                # The page shows both files, whichever was written to.
-                both = lambda _: page(json.loads(FILE.read_text()))
-                keep_architecture(file, PAGE, both, name, tp, asdict(record))
+                keep_architecture(file, PAGE, _page_of_files, name, tp, asdict(record))
             print("ok  " if record.passes else "FAIL", name, tp, asdict(record), flush=True)
 
 

@@ -40,6 +40,21 @@ def call_seed(seed: Tensor, call_index: int) -> Tensor:
     return _mix64(_mix64(seed) + call_index)
 
 
+def call_seeds(seed: Tensor, call_indices: Sequence[int]) -> dict[int, Tensor]:
+    """Return :func:`call_seed` of each of ``call_indices``, which are in ascending order.
+
+    All at once: the two dozen kernels of each would keep a GPU's host busy.
+    """
+    if not call_indices:
+        return {}
+    first = call_indices[0]
+    # On the device: to copy the indices there, the host would wait.
+    numbers = torch.arange(first, call_indices[-1] + 1, device=seed.device)
+    seeds = _mix64(_mix64(seed) + numbers).unbind()
+    # Copies: one that is saved for backward would keep all.
+    return {index: seeds[index - first].clone() for index in call_indices}
+
+
 def draw_seed() -> Tensor:
     """Draw a seed (0-dim int64) from torch's default CPU generator."""
     return torch.randint(-(1 << 63), (1 << 63) - 1, (), dtype=torch.int64, device="cpu")

@@ -20,7 +20,7 @@ from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.program import Call, Ref, Region
 from sp_compiler.ops.communicator import Communicator
-from sp_compiler.ops.counter import call_seed
+from sp_compiler.ops.counter import call_seeds
 from sp_compiler.ops.host_memory import HostTrip
 from sp_compiler.runtime.mesh_axes import AXIS, EXPERT_AXIS
 from sp_compiler.runtime.parameter_gradients import mark_reduced_by_hooks
@@ -121,7 +121,9 @@ class Executor:
             if (parts := each.partitioned).middle_backward is not parts.step_backward
         }
         self._last_use = compiled.program.last_uses()
-        self.needs_seed = any("seed" in region.input_kinds for region in compiled.program.regions)
+        refs = (ref for call in compiled.program.calls for ref in call.args if ref.kind == "seed")
+        self._drawing = sorted({ref.index for ref in refs})
+        self.needs_seed = bool(self._drawing)
 
     def run(
         self,
@@ -152,7 +154,8 @@ class Executor:
         # Copies of what the caller will write back to, for backward may need the value before.
         before = {name: buffers[name].clone() for name in program.mutated_buffers}
         values = ChainMap(before, buffers) if before else buffers  # type: ignore[arg-type]  # read
-        frame = _RunState(params, values, flat_inputs, seed, self.compiled)
+        seeds = {} if seed is None else call_seeds(seed, self._drawing)
+        frame = _RunState(params, values, flat_inputs, seeds, self.compiled)
         frame.managed = self._managed()
         frame.replicated = self._replicate(params, frame.managed)
         for index, call in enumerate(program.calls):
@@ -273,13 +276,13 @@ class _RunState:
         params: Mapping[str, Tensor],
         buffers: Mapping[str, Tensor],
         flat_inputs: Sequence[Any],
-        seed: Tensor | None,
+        seeds: Mapping[int, Tensor],
         compiled: CompiledProgram,
     ) -> None:
         self.params = params
         self.buffers = buffers
         self.flat_inputs = flat_inputs
-        self.seed = seed
+        self.seeds = seeds
         self.compiled = compiled
         self.replicated: dict[str, Tensor] = {}
         self.managed: Collection[str] = ()
@@ -309,10 +312,10 @@ class _RunState:
             return self.buffers[ref.name]
         if ref.kind == "constant":
             return self.compiled.program.constants[ref.name]
-        if self.seed is None:
+        if not self.seeds:
             raise ArgumentError("the program draws random numbers: a seed is needed")
         # Of the call, not of the region: layers that share code must not share masks.
-        return call_seed(self.seed, ref.index)
+        return self.seeds[ref.index]
 
 
 class _Arguments:

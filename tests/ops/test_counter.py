@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sp_compiler.ops.counter import Grid, call_seed, draw_seed
+from sp_compiler.ops.counter import Grid, call_seed, call_seeds, draw_seed
 from tests.helpers.statistics import assert_fair
 
 SEED = torch.tensor(-4_611_686_018_427_387_847)
@@ -37,6 +37,16 @@ def test_call_seeds_are_distinct_and_well_mixed() -> None:
     assert result.dtype == torch.int64
     bits = (torch.tensor(seeds) >> torch.arange(64).unsqueeze(1)) & 1
     assert_fair(bits)
+
+
+def test_seeds_of_several_calls_are_those_of_each() -> None:
+    seeds = call_seeds(SEED, [-2, 0, 5])
+    assert list(seeds) == [-2, 0, 5]
+    for index, seed in seeds.items():
+        assert torch.equal(seed, call_seed(SEED, index))
+        assert seed.shape == ()
+        assert seed.untyped_storage().nbytes() == 8
+    assert call_seeds(SEED, []) == {}
 
 
 def test_drawn_seeds_follow_the_default_generator() -> None:

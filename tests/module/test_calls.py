@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import sp_compiler
@@ -27,3 +28,28 @@ def test_a_model_on_meta_is_loaded_to_the_devices_of_its_mesh(
     model = users.net().to("meta")
     assert device_type_of(model) == "cuda"
     assert device_type_of(sp_compiler.compile(model, mesh=mesh)) == "cpu"
+
+
+class Scattered(nn.Module):
+    """Its scatter has no rule among those of DTensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+        self.down = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        scale = torch.scatter(torch.ones_like(x), 1, places, x, reduce="multiply")
+        return (self.down(self.up(x).relu()) * scale).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:costly parts")
+def test_what_dtensor_has_no_rule_for_is_checked_as_without_a_module(mesh: DeviceMesh) -> None:
+    """A module lets DTensors run it on full tensors, which a check on the meta device cannot."""
+    inputs = torch.randn(2, 4, 8), torch.zeros(2, 4, 8, dtype=torch.int64)
+    model = Scattered()
+    expected = model(*inputs).item()
+    module = sp_compiler.compile(model, mesh=mesh)
+    loss = module(*inputs)
+    loss.backward()
+    assert loss.item() == pytest.approx(expected, rel=1e-6)

@@ -43,7 +43,7 @@ class Scattered(nn.Module):
         return (self.down(self.up(x).relu()) * scale).square().mean()
 
 
-@pytest.mark.filterwarnings("ignore:costly parts")
+@pytest.mark.filterwarnings("ignore:costly parts", "ignore:The reduce argument")
 def test_what_dtensor_has_no_rule_for_is_checked_as_without_a_module(mesh: DeviceMesh) -> None:
     """A module lets DTensors run it on full tensors, which a check on the meta device cannot."""
     inputs = torch.randn(2, 4, 8), torch.zeros(2, 4, 8, dtype=torch.int64)

@@ -70,11 +70,10 @@ def _bitwise_and(node: Node) -> None:
 
 
 def _stable_sort(node: Node) -> None:
-    stable = {_aten.sort.default: _aten.sort.stable, _aten.argsort.default: _aten.argsort.stable}
     given = arguments(node)
-    kwargs = {"stable": True, "dim": given["dim"], "descending": given["descending"]}
-    node.target = stable[node.target]
-    node.args, node.kwargs = (given["self"],), kwargs
+    node.target = _STABLE_SORTS.get(node.target, node.target)
+    node.args = (given["self"],)
+    node.kwargs = {"stable": True, "dim": given["dim"], "descending": given["descending"]}
 
 
 def _broadcast_to(node: Node) -> None:
@@ -283,10 +282,11 @@ _FACTORIES = (
     _aten.eye.default,
     _aten.scalar_tensor.default,
 )
+_STABLE_SORTS = {_aten.sort.default: _aten.sort.stable, _aten.argsort.default: _aten.argsort.stable}
 _REWRITES: dict[object, Callable[[Node], None]] = {
     _aten.__and__.Tensor: _bitwise_and,
-    _aten.sort.default: _stable_sort,
-    _aten.argsort.default: _stable_sort,
+    # Also those with stable=False.
+    **dict.fromkeys((*_STABLE_SORTS, *_STABLE_SORTS.values()), _stable_sort),
     _aten.t.default: _t,
     _aten.numpy_T.default: _reversed,
     _aten.matmul.default: _product,

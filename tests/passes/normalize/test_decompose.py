@@ -318,6 +318,17 @@ def test_equal_keys_keep_their_order() -> None:
     assert (falling.tolist(), rising.tolist()) == ([0, 2, 1, 3], [1, 3, 0, 2])
 
 
+@pytest.mark.parametrize("stable", [False, None, True])
+def test_sorts_that_need_not_be_stable_are(stable: bool | None) -> None:
+    def sorts(x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.sort(x, stable=stable, dim=0)[1], torch.argsort(x, stable=bool(stable))
+
+    captured = normalized(sorts, torch.tensor([1, 0, 1, 0]))
+    aten = torch.ops.aten
+    found = list(calls(captured.module.graph, aten.sort.stable, aten.argsort.stable))
+    assert [node.kwargs["stable"] for node in found] == [True, True]
+
+
 def test_weight_norm() -> None:
     v, g = randn(4, 3, grad=True), randn(4, 1, grad=True)
     captured = normalized(lambda v, g: torch._weight_norm(v, g), v, g)

@@ -50,6 +50,8 @@ def canonical_operators(graph: Graph) -> None:
     - ``repeat``, ``repeat_interleave`` with a number -> ``reshape``, ``expand``, ``reshape``
     - ``sort``, ``argsort`` -> the stable ones: else the order of equal keys is up to the kernel,
       and where backward sorts again another one may run (Inductor's, or that of a fallback)
+    - operators with sparse gradients (``embedding(..., sparse=True)``) -> those with dense ones,
+      which alone can be summed over ranks and be parts of a distributed parameter
     - a new tensor like an activation -> one of that size, which does not depend on the activation
     - a new tensor without a dtype -> one of the dtype that it had when captured
     """
@@ -58,6 +60,8 @@ def canonical_operators(graph: Graph) -> None:
         rewrite = _REWRITES.get(node.target) if node.op == "call_function" else None
         if rewrite is not None:
             rewrite(node)
+    for node in calls(graph, *_WITH_SPARSE_GRADIENTS):
+        _dense_gradient(node)
     # torch.get_default_dtype() may be another one when the program runs.
     for node in calls(graph, *_FACTORIES):
         dtype = node.meta["val"].dtype
@@ -70,11 +74,19 @@ def _bitwise_and(node: Node) -> None:
 
 
 def _stable_sort(node: Node) -> None:
-    stable = {_aten.sort.default: _aten.sort.stable, _aten.argsort.default: _aten.argsort.stable}
     given = arguments(node)
-    kwargs = {"stable": True, "dim": given["dim"], "descending": given["descending"]}
-    node.target = stable[node.target]
-    node.args, node.kwargs = (given["self"],), kwargs
+    node.target = _STABLE_SORTS.get(node.target, node.target)
+    node.args = (given["self"],)
+    node.kwargs = {"stable": True, "dim": given["dim"], "descending": given["descending"]}
+
+
+def _dense_gradient(node: Node) -> None:
+    names = [argument.name for argument in node.target._schema.arguments]
+    node.args = tuple(
+        False if name in _SPARSE else value
+        for name, value in zip(names, node.args, strict=False)  # the rest are defaults
+    )
+    node.kwargs = {name: value for name, value in node.kwargs.items() if name not in _SPARSE}
 
 
 def _broadcast_to(node: Node) -> None:
@@ -283,10 +295,19 @@ _FACTORIES = (
     _aten.eye.default,
     _aten.scalar_tensor.default,
 )
+_WITH_SPARSE_GRADIENTS = (
+    _aten.embedding.default,
+    _aten.embedding_bag.default,
+    _aten.embedding_bag.padding_idx,
+    _aten.gather.default,
+)
+_SPARSE = ("sparse", "sparse_grad")
+"""Names of the argument that says so; dense is its default."""
+_STABLE_SORTS = {_aten.sort.default: _aten.sort.stable, _aten.argsort.default: _aten.argsort.stable}
 _REWRITES: dict[object, Callable[[Node], None]] = {
     _aten.__and__.Tensor: _bitwise_and,
-    _aten.sort.default: _stable_sort,
-    _aten.argsort.default: _stable_sort,
+    # Also those with stable=False.
+    **dict.fromkeys((*_STABLE_SORTS, *_STABLE_SORTS.values()), _stable_sort),
     _aten.t.default: _t,
     _aten.numpy_T.default: _reversed,
     _aten.matmul.default: _product,

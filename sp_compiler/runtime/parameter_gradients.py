@@ -238,6 +238,8 @@ def _overlap(first: Tensor, second: Tensor) -> bool:
 
     Adjacent parts of one storage, such as gradients of fused linears, do not.
     """
+    if first.layout != torch.strided or second.layout != torch.strided:  # has no storage
+        return False
     if first.untyped_storage()._cdata != second.untyped_storage()._cdata:
         return False
     (start, stop), (other_start, other_stop) = map(_extent, (first, second))

@@ -176,6 +176,14 @@ def test_overlapping_gradients_of_other_inputs_are_copied() -> None:
     assert results[2].untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
 
 
+def test_a_sparse_gradient_of_another_input_stays(mesh: DeviceMesh) -> None:
+    parameter, sparse = _parameters(mesh)[0], torch.eye(2).to_sparse()
+    results: list[Tensor | None] = [torch.ones(2, 3), sparse]
+    deliver(parameter_edges([parameter]), [(None, 0)], results, (None,))
+    assert isinstance(results[0], DTensor)
+    assert results[1] is sparse
+
+
 def test_one_that_is_added_to_counts_it(mesh: DeviceMesh) -> None:
     """Autograd finds that a gradient is not any more what somebody saved for backward."""
     first, second = _parameters(mesh)

@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._decomp import decomposition_table
 from torch._dynamo.device_interface import CudaInterface
 from torch._inductor import config
 from torch._inductor.graph import GraphLowering
@@ -24,6 +25,7 @@ from sp_compiler.inductor import lowering
 from sp_compiler.inductor.lowering import Traced
 
 T = TypeVar("T")
+_DECOMPOSED = (torch.ops.aten._unsafe_masked_index_put_accumulate.default,)
 _DEVICE = torch.device("cuda", 0)
 # Of an H100; the text of kernels hardly depends on them.
 _PROPERTIES = SimpleNamespace(
@@ -121,5 +123,8 @@ def _gpu_pretended() -> Iterator[None]:
         # It tries the write that it plans on fake tensors, for which torch asks CUDA.
         written = "torch._inductor.fx_passes.reinplace._inplace_generalized_scatter"
         stack.enter_context(mock.patch(written, lambda written, value, views: written))
+        # For fake results torch decomposes these, and asks CUDA on the way.
+        empty = {op: lambda x, *_: torch.empty_like(x) for op in _DECOMPOSED}
+        stack.enter_context(mock.patch.dict(decomposition_table, empty))
         stack.enter_context(config.patch(force_disable_caches=True, compile_threads=1))
         yield

@@ -153,6 +153,7 @@ def _compiled() -> tuple[str, bytes]:
     return compiled.asm["ptx"], compiled.asm["cubin"]
 
 
+@pytest.mark.slow
 def test_compiled_for_a_gpu() -> None:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         assembly, machine_code = pool.submit(_compiled).result()

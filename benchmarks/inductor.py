@@ -242,9 +242,6 @@ def _fused(program: CompiledProgram) -> Iterator[Fused]:
 def page(results: Mapping[str, Any]) -> str:
     """The text of ``docs/inductor.md``."""
     parts = [_HEAD, *_results(results)]
-    missing = [name for name in architectures.names() if name not in results["architectures"]]
-    if missing:
-        parts += [f"Not measured yet: {', '.join(missing)}.\n"]
     if EMITTED.exists():
         parts += [_ON_GPU, *_results(json.loads(EMITTED.read_text()))]
     return "\n".join([*parts, _KERNELS, _kernel_table(json.loads(KERNELS.read_text()))])
@@ -285,6 +282,9 @@ def _results(results: Mapping[str, Any]) -> list[str]:
     parts = [f"On {results['machine']}.\n", markdown_table(head, rows)]
     if apart:
         parts += [f"Gradients more than {TOLERANCE:.0e} apart: {', '.join(apart)}.\n"]
+    missing = [name for name in architectures.names() if name not in results["architectures"]]
+    if missing:
+        parts += [f"Not measured yet: {', '.join(missing)}.\n"]
     if reasons:
         parts += ["What runs as written, and why:\n", *reasons, ""]
     return parts

@@ -35,8 +35,9 @@ _HASH_FIRST = 0x21F0AAAD
 _HASH_SECOND = 0xD35A2D97 - (1 << 32)
 
 
-def call_seed(seed: Tensor, call_index: int) -> Tensor:
-    """Return the seed of the ``call_index``-th region call of a forward with seed ``seed``."""
+def call_seed(seed: Tensor, call_index: int | Tensor) -> Tensor:
+    """Return the seed of the ``call_index``-th region call of a forward with seed ``seed``; those
+    of several, if it has several elements."""
     return _mix64(_mix64(seed) + call_index)
 
 
@@ -50,7 +51,7 @@ def call_seeds(seed: Tensor, call_indices: Sequence[int]) -> dict[int, Tensor]:
     first = call_indices[0]
     # On the device: to copy the indices there, the host would wait.
     numbers = torch.arange(first, call_indices[-1] + 1, device=seed.device)
-    seeds = _mix64(_mix64(seed) + numbers).unbind()
+    seeds = call_seed(seed, numbers).unbind()
     # Copies: one that is saved for backward would keep all.
     return {index: seeds[index - first].clone() for index in call_indices}
 

@@ -40,8 +40,8 @@ from sp_compiler.rules.strategies import Strategy
 
 _aten = torch.ops.aten
 # Of these the second result numbers elements of a dim, of the others the only one.
-_CHOOSE = (_aten.topk.default, _aten.max.dim, _aten.min.dim, *SORTS[:2])
-_CHOOSE_ONE = (_aten.argmax.default, _aten.argmin.default, *SORTS[2:])
+_CHOOSE = (_aten.topk.default, _aten.max.dim, _aten.min.dim, _aten.sort.stable)
+_CHOOSE_ONE = (_aten.argmax.default, _aten.argmin.default, _aten.argsort.stable)
 _FIRST = S(0)
 _StateOf = Callable[[Any], State | None]
 

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.helpers.fake_group import fake_mesh
+from tests.helpers.interpreted_triton import Run, interpreter
 
 pytest.register_assert_rewrite("tests.helpers.parity")
 
@@ -33,3 +34,10 @@ def mesh() -> Iterator[DeviceMesh]:
     """Two ranks along "tp", of which this process plays the first."""
     with fake_mesh(2) as two_ranks:
         yield two_ranks
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[Run]:
+    """Calls functions in a process where Triton interprets kernels."""
+    with interpreter() as run:
+        yield run

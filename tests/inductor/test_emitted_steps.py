@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from tests.helpers.interpreted_triton import interpreter, needs_triton
+from tests.helpers.interpreted_triton import Run, needs_triton
 
 if TYPE_CHECKING:
     from benchmarks.inductor import Record
@@ -26,9 +26,8 @@ def _step(name: str, tp: int) -> Record:
 
 
 @pytest.mark.parametrize(("name", "tp"), [("nanogpt", 1), ("mixtral", 1), ("llama", 2)])
-def test_numbers_and_masks_of_eager_code(name: str, tp: int) -> None:
-    with interpreter() as run:
-        record = run(_step, name, tp)
+def test_numbers_and_masks_of_eager_code(interpreted: Run, name: str, tp: int) -> None:
+    record = interpreted(_step, name, tp)
     assert record.passes, record
     assert record.functions > 3
     assert not record.as_written

@@ -15,17 +15,11 @@ from torch import Tensor
 
 from sp_compiler.ops import dropout as operators
 from sp_compiler.ops.communicator import Communicator
-from tests.helpers.interpreted_triton import Run, interpreter, needs_triton
+from tests.helpers.interpreted_triton import Run, needs_triton
 
 pytestmark = needs_triton
 
 SEED = torch.tensor(-4_611_686_018_427_387_847)
-
-
-@pytest.fixture(scope="module")
-def elsewhere() -> Iterator[Run]:
-    with interpreter() as run:
-        yield run
 
 
 def _interpreted(x: Tensor, result: Tensor, *rest: Any) -> Tensor:
@@ -36,7 +30,7 @@ def _interpreted(x: Tensor, result: Tensor, *rest: Any) -> Tensor:
 
 
 def _both(
-    elsewhere: Run, x: Tensor, *place: int, p: float = 0.3, rank: int = 0
+    interpreted: Run, x: Tensor, *place: int, p: float = 0.3, rank: int = 0
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Results of the kernel and of the operators for ``x``: dropout, and its mask."""
     site, dim, world_size, *rest = place
@@ -47,11 +41,11 @@ def _both(
         (operators.dropout, torch.empty_like(x)),
         (operators.dropout_mask, torch.empty_like(x, dtype=torch.bool)),
     ):
-        yield elsewhere(_interpreted, x, result, *given), operator(tp, x, SEED, p, *place)
+        yield interpreted(_interpreted, x, result, *given), operator(tp, x, SEED, p, *place)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
-def test_every_type_to_the_bit(elsewhere: Run, dtype: torch.dtype) -> None:
+def test_every_type_to_the_bit(interpreted: Run, dtype: torch.dtype) -> None:
     x = torch.randn(3, 5, 70, generator=torch.Generator().manual_seed(0)).to(dtype)
     p = 0.3
     if dtype == torch.bfloat16:
@@ -59,30 +53,30 @@ def test_every_type_to_the_bit(elsewhere: Run, dtype: torch.dtype) -> None:
         p = 0.5
     else:
         x[0, 0, :4] = torch.tensor([float("inf"), float("nan"), 0.0, -0.0])
-    for actual, expected in _both(elsewhere, x, 3, 0, 1, p=p):
+    for actual, expected in _both(interpreted, x, 3, 0, 1, p=p):
         assert actual.dtype == expected.dtype
         torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_what_is_dropped_of_an_infinite_number_is_nan(elsewhere: Run) -> None:
-    (actual, expected), (_, mask) = _both(elsewhere, torch.full((64,), float("inf")), 0, 0, 1)
+def test_what_is_dropped_of_an_infinite_number_is_nan(interpreted: Run) -> None:
+    (actual, expected), (_, mask) = _both(interpreted, torch.full((64,), float("inf")), 0, 0, 1)
     assert torch.equal(actual.isnan(), ~mask)
     assert torch.equal(expected.isnan(), ~mask)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (0, 4), (4, 0), (3, 1), (2, 1500), (5000, 2)])
-def test_every_shape(elsewhere: Run, shape: tuple[int, ...]) -> None:
-    for actual, expected in _both(elsewhere, torch.ones(shape), 0, 0, 1):
+def test_every_shape(interpreted: Run, shape: tuple[int, ...]) -> None:
+    for actual, expected in _both(interpreted, torch.ones(shape), 0, 0, 1):
         assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("padding", [0, 1])
 @pytest.mark.parametrize("dim", [0, 1, 2, -1])
-def test_every_rank(elsewhere: Run, dim: int, padding: int) -> None:
+def test_every_rank(interpreted: Run, dim: int, padding: int) -> None:
     x = torch.ones(2, 3, 4, 6)
     masks = []
     for rank in range(3):
-        for actual, expected in _both(elsewhere, x, 1, dim, 3, 5, padding, rank=rank):
+        for actual, expected in _both(interpreted, x, 1, dim, 3, 5, padding, rank=rank):
             assert torch.equal(actual, expected)
         masks.append(expected)
     assert not torch.equal(masks[0], masks[1])
@@ -90,21 +84,21 @@ def test_every_rank(elsewhere: Run, dim: int, padding: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("dim", [0, 1, -1])
-def test_chunks_of_queries(elsewhere: Run, dim: int, world_size: int) -> None:
+def test_chunks_of_queries(interpreted: Run, dim: int, world_size: int) -> None:
     x = torch.ones(2, 3, 4, 8)
     for rank in range(world_size):
-        for actual, expected in _both(elsewhere, x, 2, dim, world_size, 0, 0, 8, 16, rank=rank):
+        for actual, expected in _both(interpreted, x, 2, dim, world_size, 0, 0, 8, 16, rank=rank):
             assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("place", [(0, 0, 1, 1 << 40), (0, -1, 1 << 31)])
-def test_places_beyond_32_bits(elsewhere: Run, place: tuple[int, ...]) -> None:
+def test_places_beyond_32_bits(interpreted: Run, place: tuple[int, ...]) -> None:
     """A part of a tensor with more elements than that, or of rows with more columns."""
-    for actual, expected in _both(elsewhere, torch.ones(2, 64), *place, rank=(1 << 30) + 1):
+    for actual, expected in _both(interpreted, torch.ones(2, 64), *place, rank=(1 << 30) + 1):
         assert torch.equal(actual, expected)
 
 
-def test_operators_run_it_on_a_gpu(elsewhere: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_run_it_on_a_gpu(interpreted: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors here are not on one; they are made to say so."""
     x, tp, place = torch.randn(4, 6), Communicator(None, 0, 1), (SEED, 0.5, 0, 0, 1)
     expected = operators.dropout(tp, x, *place)
@@ -112,7 +106,7 @@ def test_operators_run_it_on_a_gpu(elsewhere: Run, monkeypatch: pytest.MonkeyPat
 
     def run(x: Tensor, result: Tensor, *rest: Any) -> None:
         calls.append(rest)
-        result.copy_(elsewhere(_interpreted, x, result, *rest))
+        result.copy_(interpreted(_interpreted, x, result, *rest))
 
     monkeypatch.setattr(operators, "_gpu_kernel", lambda: run)
     monkeypatch.setattr(Tensor, "is_cuda", True)

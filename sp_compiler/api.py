@@ -119,8 +119,9 @@ def compile(
     # One check for all sizes: a fallback is warned of once.
     builder = _Builder(checked, FallbackCheck(checked, group.rank), verify)
     result = DistributedModule(
-        model, group, builder, options=texts, initial_weights=initial_weights, fsdp=fsdp_options
-    )
+        model, group, builder, options=texts, initial_weights=initial_weights, fsdp=fsdp_options,
+        cuda_graphs=checked.cuda_graphs,
+    )  # fmt: skip
     if example is not None:
         with given_back_on_failure(result):
             result.prepare(*example[0], **example[1])

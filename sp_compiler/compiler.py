@@ -42,7 +42,7 @@ from sp_compiler.base.autocast import without_autocast
 from sp_compiler.base.collector import older_objects_skipped
 from sp_compiler.base.errors import PlacementError
 from sp_compiler.base.log import LOG, log_as_asked
-from sp_compiler.base.pass_report import Pass
+from sp_compiler.base.pass_report import Pass, pass_name
 from sp_compiler.base.placement import Placement
 from sp_compiler.base.warn import warn
 from sp_compiler.check import check_forward, check_partitioned
@@ -54,7 +54,7 @@ from sp_compiler.ir.concretize import Concretizer, concretized
 from sp_compiler.ir.forward_backward import Partitioned
 from sp_compiler.ir.hints import wishes_of
 from sp_compiler.ir.program import Program
-from sp_compiler.options import CompileOptions, pass_name
+from sp_compiler.options import CompileOptions
 from sp_compiler.pass_manager.dump import dump, dump_folder
 from sp_compiler.pass_manager.fallback import fallback_note, refused_operator
 from sp_compiler.pass_manager.reproduction import reproducible

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args
-
-from torch.fx import GraphModule
 
 from sp_compiler.base.errors import (
     ArgumentError,
@@ -17,7 +15,7 @@ from sp_compiler.base.errors import (
     expected_one_of,
     refusing_other_arguments,
 )
-from sp_compiler.base.pass_report import Pass, PassReport
+from sp_compiler.base.pass_report import UserPass, checked_passes, pass_name
 from sp_compiler.base.units import parse_bytes
 from sp_compiler.cost.hardware import Hardware, hardware_of
 from sp_compiler.ir.hints import Hint, checked_hints, hint_text
@@ -42,9 +40,6 @@ BACKENDS = (*_files_in(_ROOT / "codegen" / "backends", first="eager"),)
 Dropout = Literal["regenerate", "stored"]
 Outputs = Literal["replicate", "shard", "auto"]
 _CHUNKS = ("loss_chunks", "attention_chunks")
-
-UserPass = Callable[[GraphModule], PassReport | int | None]
-"""A pass of the user; see ``passes`` of :class:`Options`."""
 
 
 class Options(TypedDict, total=False):
@@ -95,6 +90,12 @@ class Options(TypedDict, total=False):
             call, the code between collectives (see docs/usage.md); ``"inductor_pointwise"`` what
             lies between matrix products, too; or the name of your own file in
             ``codegen/backends``.
+        cuda_graphs: on CUDA devices, record forward and backward of a step in a CUDA graph each,
+            once two steps with inputs of the same sizes have run, and replay them in later steps:
+            the host then launches two graphs instead of thousands of kernels. Numbers are the same.
+            Each size keeps the memory of its step, and gradients exist twice; see docs/usage.md.
+            Not in pipelines, and not with FSDP2 or ``offload``, for which the host works in every
+            step.
         outputs: ``"replicate"``: full tensors on every rank; ``"shard"``: DTensors for outputs that
             the model computes sharded; ``"auto"``: ``"shard"`` if the model also returns its loss,
             else ``"replicate"``.
@@ -138,6 +139,7 @@ class Options(TypedDict, total=False):
     overlap: bool
     half_batches: bool | Literal["auto"]
     backend: str
+    cuda_graphs: bool
     outputs: Outputs
     nominal_tokens: int
     hints: Mapping[str, Hint] | None
@@ -204,6 +206,7 @@ class CompileOptions:
     overlap: bool = True
     half_batches: bool | Literal["auto"] = False
     backend: str = "eager"
+    cuda_graphs: bool = False
     outputs: Outputs = "auto"
     nominal_tokens: int = 8192
     hints: Mapping[str, Hint] = field(default_factory=dict)
@@ -228,7 +231,7 @@ class CompileOptions:
         _check_choice("backend", self.backend, BACKENDS)
         _check_choice("outputs", self.outputs, get_args(Outputs))
         _check_choice("half_batches", self.half_batches, (True, False, "auto"))
-        for name in ("sequence_parallel", "offload", "overlap", "strict"):
+        for name in ("sequence_parallel", "offload", "overlap", "cuda_graphs", "strict"):
             _check_choice(name, getattr(self, name), (True, False))
         # Before anything is compiled: a wrong option is the user's, a PassError later would be
         # ours.
@@ -243,9 +246,10 @@ class CompileOptions:
         # The way that a frozen dataclass leaves to put its own fields in normal form.
         object.__setattr__(self, "hints", checked_hints(self.hints))
         object.__setattr__(self, "hardware", hardware_of(self.hardware))
-        object.__setattr__(self, "passes", _checked_passes(self.passes))
+        object.__setattr__(self, "passes", checked_passes(self.passes))
         self._check_memory()
         self._check_offload()
+        self._check_cuda_graphs()
         if self.tables_apart and self.half_batches:
             raise ArgumentError(
                 f"half_batches={self.half_batches!r}: pipelines, and what suggest() compares, run "
@@ -282,6 +286,19 @@ class CompileOptions:
                 "offload=True: pipelines, and what suggest() compares, keep the activations of "
                 "their microbatches on the device; leave it out"
             )
+
+    def _check_cuda_graphs(self) -> None:
+        obstacles = {
+            "offload=True": self.offload,
+            "FSDP2 (pass fsdp=False to compile)": self.layers_apart,
+            "pipelines and suggest()": self.tables_apart,
+        }
+        for what, is_there in obstacles.items():
+            if self.cuda_graphs and is_there:
+                raise ArgumentError(
+                    f"cuda_graphs=True with {what}: that runs on the host in every step, which a "
+                    "graph does not repeat; leave one of them out"
+                )
 
     @classmethod
     def of(cls, tp: int, options: Options, *, in_stages: bool = False) -> CompileOptions:
@@ -363,25 +380,6 @@ _INSTEAD = {
     "give a memory_budget for the activations, or use sp_compiler.compile",
 }
 """Advice: alternatives to ``device_memory``."""
-
-
-def pass_name(user_pass: UserPass) -> str:
-    """Return the name of a user's pass: that of the function, or of the callable's class."""
-    return getattr(user_pass, "__name__", type(user_pass).__name__)
-
-
-def _checked_passes(passes: Any) -> tuple[UserPass, ...]:
-    if not isinstance(passes, (tuple, list)) or not all(map(callable, passes)):
-        raise ArgumentError(
-            f"passes={passes!r}: expected a list of functions that take a torch.fx.GraphModule"
-        )
-    names = [pass_name(each) for each in passes]
-    for name in names:
-        # A name says which pass is meant in errors, stages and verifications.
-        if names.count(name) > 1 or name in list(Pass):
-            other = "the compiler's own" if name in list(Pass) else "another one's"
-            raise ArgumentError(f"passes: the name {name!r} is {other}; rename the function")
-    return tuple(passes)
 
 
 def _check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:

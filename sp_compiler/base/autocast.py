@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -96,3 +96,17 @@ def _is_product(equation: str, count: int) -> bool:
     # A label that only one operand has must be in the result: else it is summed before the
     # product. One that both have must not be: without a sum it is no matrix product.
     return {*left} ^ {*right} <= {*result} and bool(both - {*result})
+
+
+def cast_back(values: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+    """Cast the inputs or outputs of a block that hooks changed back to the dtypes that the code is
+    compiled for.
+
+    FSDP's mixed precision casts them to the type of the parameters, masks and tables too.
+    """
+    return [
+        value.to(before.dtype)
+        if isinstance(value, Tensor) and isinstance(before, Tensor) and value.dtype != before.dtype
+        else value
+        for value, before in zip(values, given, strict=True)
+    ]

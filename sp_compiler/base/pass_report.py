@@ -7,16 +7,20 @@ works in place. It gets its report from :func:`report_of`, so that no report has
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.provenance import source_line
 
 if TYPE_CHECKING:
-    from torch.fx import Node
+    from torch.fx import GraphModule, Node
+
+UserPass = Callable[["GraphModule"], "PassReport | int | None"]
+"""A pass of the user; see ``passes`` of :class:`sp_compiler.options.Options`."""
 
 
 class Pass(StrEnum):
@@ -146,3 +150,27 @@ def report_of(name: str) -> PassReport:
     """
     running = _RUNNING.get()
     return running if running is not None and running.name == name else PassReport(name)
+
+
+def pass_name(user_pass: UserPass) -> str:
+    """Return the name of a user's pass: that of the function, or of the callable's class."""
+    return getattr(user_pass, "__name__", type(user_pass).__name__)
+
+
+def checked_passes(passes: Any) -> tuple[UserPass, ...]:
+    """Return the user's passes.
+
+    Raises:
+        ArgumentError: something else than a sequence of functions with names of their own.
+    """
+    if not isinstance(passes, (tuple, list)) or not all(map(callable, passes)):
+        raise ArgumentError(
+            f"passes={passes!r}: expected a list of functions that take a torch.fx.GraphModule"
+        )
+    names = [pass_name(each) for each in passes]
+    for name in names:
+        # A name says which pass is meant in errors, stages and verifications.
+        if names.count(name) > 1 or name in list(Pass):
+            other = "the compiler's own" if name in list(Pass) else "another one's"
+            raise ArgumentError(f"passes: the name {name!r} is {other}; rename the function")
+    return tuple(passes)

@@ -154,7 +154,11 @@ def run(state: ModuleState, executor: Executor, leaves: list[Any]) -> Any:
         # Not with the program: a plan needs none, and a module may be moved before it runs.
         compile_kernels(state.agreement, executor.compiled)
     seed = forward_seed(state.group, state.device()) if executor.needs_seed else None
-    execution = executor.run(state.parameters, state.buffers, leaves, seed)
+    if state.steps is None:
+        execution = executor.run(state.parameters, state.buffers, leaves, seed)
+    else:
+        hooks = state.layout.hooks()
+        execution = state.steps.run(executor, state.latest_key, leaves, seed, state.device(), hooks)
     # Most models have none, and to enter no_grad takes as long as a small kernel.
     with torch.no_grad() if execution.mutated_buffers else nullcontext():
         for name, value in execution.mutated_buffers.items():

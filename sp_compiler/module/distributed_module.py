@@ -88,6 +88,7 @@ class DistributedModule(Inspection, Weights):
         initial_weights: "compare" weights over the ranks at the first use, or "broadcast" rank 0's.
         fsdp: options for FSDP2, which is applied once parameters are placed; ``None`` leaves FSDP2
             to the user.
+        cuda_graphs: whether steps are recorded and replayed.
 
     Raises:
         ArgumentError: the model was compiled before, or an optimizer holds its parameters.
@@ -102,6 +103,7 @@ class DistributedModule(Inspection, Weights):
         options: Mapping[str, str] | None = None,
         initial_weights: str = "compare",
         fsdp: Mapping[str, Any] | None = None,
+        cuda_graphs: bool = False,
     ) -> None:
         # Everything that may refuse comes before the first storage changes hands.
         check_not_taken(model)
@@ -127,6 +129,7 @@ class DistributedModule(Inspection, Weights):
         original = Original(model, self)
         state = ModuleState(self, original, build, options or {}, cache_size, initial_weights)
         state.fsdp_options = fsdp
+        state.replays_steps(enabled=cuda_graphs)
         self._attach(state)
 
     def _attach(self, state: ModuleState) -> None:

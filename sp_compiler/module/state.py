@@ -22,6 +22,7 @@ from sp_compiler.module.hooks.hooked_module import call_block
 from sp_compiler.module.module_tree import Layout, MirrorModule
 from sp_compiler.module.source_model import Original
 from sp_compiler.module.views import NamedTensors
+from sp_compiler.runtime.cuda_graphs.replayed_steps import ReplayedSteps
 from sp_compiler.runtime.executor import Executor
 from sp_compiler.runtime.group import TensorParallelGroup
 from sp_compiler.runtime.keys.call_key import CallKey
@@ -65,6 +66,7 @@ class ModuleState:
         latest: the last program that ran or was compiled.
         latest_key: key of the last call, without decisions.
         compiled_for: arguments of the last call that was compiled, as text by name, and its key.
+        steps: runs calls from recorded graphs; ``None`` if none is to be recorded.
         has_data: whether no parameter or buffer was on the meta device at the last check.
     """
 
@@ -105,6 +107,7 @@ class ModuleState:
         self.latest_key: CallKey | None = None
         self.compiled_for: tuple[Mapping[str, str], CallKey | None] = {}, None
         self.has_data = False
+        self.steps: ReplayedSteps | None = None
 
     @property
     def group(self) -> TensorParallelGroup:
@@ -113,6 +116,11 @@ class ModuleState:
     @property
     def deferred(self) -> DeferredGradients:
         return self.layout.deferred
+
+    def replays_steps(self, *, enabled: bool) -> None:
+        """Set whether training steps are recorded and replayed."""
+        tensors = self.parameters, self.buffers
+        self.steps = ReplayedSteps(*tensors, self.deferred) if enabled else None
 
     def copied(self, root: MirrorModule, memo: dict[int, Any]) -> ModuleState:
         """Return the state of ``root``, a deep copy of the current root, with the same programs.
@@ -135,6 +143,7 @@ class ModuleState:
         result.compiled_for = self.compiled_for
         result.fsdp_options = self.fsdp_options
         result.has_data = self.has_data
+        result.replays_steps(enabled=self.steps is not None)
         return result
 
     def executor(

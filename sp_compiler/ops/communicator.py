@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from sp_compiler.base.placement import Placement
 from sp_compiler.base.shards import padded, without_padding
+from sp_compiler.ops.gpu.id_checks import IdChecks
 
 _c10d = torch.ops._c10d_functional
 # The dispatcher's own functions: what torch wraps around each, in Python, takes a tenth of the time
@@ -152,6 +153,7 @@ class Communicator:
         self.rank = rank
         self.world_size = world_size
         self.experts = experts
+        self.id_checks = IdChecks()
 
     def on_each_rank(
         self,

@@ -11,6 +11,7 @@ from torch.nn.functional import embedding
 
 from sp_compiler.base.placement import I, P, R, S
 from sp_compiler.ops.communicator import Communicator
+from sp_compiler.ops.gpu.id_checks import IdBounds, require_in_range
 from sp_compiler.ops.registry import Arguments, Collective, Gradient, Operator, Typing, register
 
 _sp = torch.ops.sp_compiler
@@ -101,7 +102,7 @@ def vocab_nll_backward(
 
 
 def require_inside(tp: Communicator, ids: Tensor, size: int, what: str) -> None:
-    """Raise an error for invalid indices; on a GPU asynchronously, as torch does.
+    """Raise an error for ids that are out of range; on a device a later call raises it.
 
     Raises:
         IndexError: an id is negative or not below ``size``.
@@ -110,13 +111,15 @@ def require_inside(tp: Communicator, ids: Tensor, size: int, what: str) -> None:
     # zeros instead of an error.
     if tp.world_size == 1 or not isinstance(tp.rank, int) or not ids.numel():
         return  # torch's own operators look; simulated ranks hold ids that were looked at
-    if ids.device.type == "cpu":
-        low, high = (int(bound) for bound in ids.aminmax())
-        if low < 0 or high >= size:
-            wrong = low if low < 0 else high
-            raise IndexError(f"index {wrong} is out of range for {what.format(size)}")
+    low, high = ids.aminmax()
+    if _is_on_host(ids):
+        require_in_range(int(low), int(high), size, what)
     else:
-        torch._assert_async(((ids >= 0) & (ids < size)).all())
+        tp.id_checks.note(IdBounds(torch.stack([low, high]).long(), size, what))
+
+
+def _is_on_host(ids: Tensor) -> bool:
+    return ids.device.type == "cpu"
 
 
 def padding_columns(tp: Communicator, logits: Tensor, classes: int) -> Tensor | None:

@@ -12,12 +12,12 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from sp_compiler.base.errors import PassError
-from sp_compiler.base.pass_report import PassReport, report_of
+from sp_compiler.base.pass_report import PassReport, UserPass, pass_name, report_of
 from sp_compiler.ir.captured import Captured
 from sp_compiler.ir.op_traits import draws
 from sp_compiler.ir.rewriting import inherit, refake
 from sp_compiler.ir.symbolic import same_shape
-from sp_compiler.options import Dropout, UserPass, pass_name
+from sp_compiler.options import Dropout
 from sp_compiler.passes.normalize import normalize
 
 _OURS = "sp_compiler"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from sp_compiler.base.autocast import with_captured_casts
+from sp_compiler.base.autocast import cast_back, with_captured_casts
 from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.program import Call, Ref, Region
@@ -139,9 +139,15 @@ class Executor:
             buffers: name to buffer.
             flat_inputs: the flattened user inputs.
             seed: the seed of this forward's random numbers; required if ``needs_seed``.
+
+        Raises:
+            IndexError: ids of an earlier call were out of range, which a device tells late.
         """
+        self.tp.id_checks.settle()
         with with_captured_casts():
-            return self._run(params, buffers, flat_inputs, seed)
+            execution = self._run(params, buffers, flat_inputs, seed)
+        self.tp.id_checks.send()
+        return execution
 
     def _run(
         self,
@@ -182,7 +188,7 @@ class Executor:
             # fully_shard gathers them in such a hook.
             params, replicated, managed = frame.params, frame.replicated, frame.managed
             if managed:
-                values = tuple(_cast_back(values, given))
+                values = tuple(cast_back(values, given))
             inputs: list[Any] = [None] * len(call.args)
             for (position, _), value in zip(arguments.values, values, strict=True):
                 inputs[position] = value
@@ -206,7 +212,7 @@ class Executor:
         if not call.path or self._call_block is None:
             return invoke(*given)
         outputs = self._call_block(index, invoke, given, frame.flat_inputs)
-        return tuple(_cast_back(outputs, made)) if frame.managed else outputs
+        return tuple(cast_back(outputs, made)) if frame.managed else outputs
 
     def _runner(self, frame: _RunState, index: int, owners: Sequence[Tensor]) -> RegionRunner:
         """Return the runner of one call."""
@@ -384,17 +390,3 @@ def _require_gathered(owner: Tensor, name: str, path: str) -> None:
             "apply fully_shard to the whole model without that block, or leave it to "
             "sp_compiler.compile(..., mesh=mesh)"
         )
-
-
-def _cast_back(values: Sequence[Any], given: Sequence[Any]) -> list[Any]:
-    """Cast the inputs or outputs of a block that hooks changed back to the dtypes that the code is
-    compiled for.
-
-    FSDP's mixed precision casts them to the type of the parameters, masks and tables too.
-    """
-    return [
-        value.to(before.dtype)
-        if isinstance(value, Tensor) and isinstance(before, Tensor) and value.dtype != before.dtype
-        else value
-        for value, before in zip(values, given, strict=True)
-    ]

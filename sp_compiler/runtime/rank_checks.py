@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from sp_compiler.base.errors import RankMismatchError
+from sp_compiler.ops.gpu.host_copy import HostCopy
 from sp_compiler.runtime.failures.board import FailureBoard
 from sp_compiler.runtime.fingerprints import combined, fingerprint, leading_digest, strided
 from sp_compiler.runtime.group import TensorParallelGroup, on_device
@@ -210,21 +211,14 @@ class RankAgreement:
             if values:
                 own[1] = combined([on_device(value, device) for value in values])
             everyone = self._group.communicator.all_gather(own, "S(0)", "R").view(-1, 2)
-            on_host = torch.empty_like(everyone, device="cpu", pin_memory=device.type != "cpu")
-            on_host.copy_(everyone, non_blocking=True)
-            if device.type == "cpu":
-                arrived: Callable[[], bool] = lambda: True  # noqa: E731
-            else:
-                event = torch.Event(device)
-                event.record()
-                arrived = event.query
+            copy = HostCopy(everyone)
 
         def rows() -> list[list[int]]:
             with outside_modes():
-                numbers: list[list[int]] = on_host.tolist()
+                numbers: list[list[int]] = copy.numbers()
             return numbers
 
-        self._comparisons.append(_RankComparison(kind, rows, arrived, facts))
+        self._comparisons.append(_RankComparison(kind, rows, copy.has_arrived, facts))
 
     def _kind(self, key: CallKey, hooks: str) -> _Kind:
         kind = self._kinds.get((key, hooks))

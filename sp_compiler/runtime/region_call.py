@@ -132,7 +132,7 @@ class RegionRunner:
         if loss is not None and all(
             (grad is not None) == (index == loss.output) for index, grad in enumerate(grads)
         ):
-            tangents = [_unsharded(grads[loss.output])]
+            tangents = [unsharded(grads[loss.output])]
             backward = loss.run
         else:
             tangents, backward = self.tangents(grads, metas), self.code.backward
@@ -148,7 +148,7 @@ class RegionRunner:
         return [
             torch.zeros(shape, dtype=dtype, device=device)
             if grad is None
-            else _unsharded(grad).contiguous()
+            else unsharded(grad).contiguous()
             for grad, (shape, dtype, device) in zip(flowing, metas, strict=True)
         ]
 
@@ -321,7 +321,7 @@ class RegionFunction(CompiledFunction):
         return (None, None, *forbid_double_backward(results, grads))
 
 
-def _unsharded(grad: Any) -> Tensor:
+def unsharded(grad: Any) -> Tensor:
     """Return the full gradient from a computation that mixed an output with DTensors."""
     return grad.full_tensor() if isinstance(grad, DTensor) else grad
 

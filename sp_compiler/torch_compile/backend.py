@@ -111,6 +111,11 @@ def _parse(
     tp = options.pop("tp", 1 if mesh is None else None)
     values: Any = {**options, "outputs": "replicate"}
     checked = CompileOptions.of(1 if tp is None else tp, values)
+    if checked.cuda_graphs:
+        raise ArgumentError(
+            "cuda_graphs=True: torch.compile calls the compiled graphs, and records none; use "
+            "sp_compiler.compile, or leave it out"
+        )
     if checked.tp > 1:
         checked.refuse_device_memory("backend")
     refuse_expert_axis(mesh)

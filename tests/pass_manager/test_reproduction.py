@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 import sp_compiler
 from sp_compiler import ArgumentError, PassError, compiler
+from sp_compiler.base.pass_report import UserPass
 from sp_compiler.command_line.reproduce import reproduce
 from sp_compiler.compiler import build
-from sp_compiler.options import CompileOptions, UserPass
+from sp_compiler.options import CompileOptions
 from sp_compiler.pass_manager.reproduction import reproducible
 from sp_compiler.pass_manager.reproduction_script import script_text
 from sp_compiler.verification.proof import prove_rules

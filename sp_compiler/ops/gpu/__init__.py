@@ -1,2 +1,5 @@
-"""Kernels in Triton, which may be missing where there is no GPU: each is imported by the first call
-that needs it."""
+"""What only a GPU needs.
+
+Kernels in Triton, which may be missing where there is no GPU, are imported by the first call that
+needs them.
+"""

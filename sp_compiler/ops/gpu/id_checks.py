@@ -1,0 +1,93 @@
+"""Ids that are out of range, on a device: found there, and told by the host one call later.
+
+torch's own check is an assertion on the device, after which the process can use it no more, and
+which does not say what was wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sp_compiler.ops.gpu.host_copy import HostCopy
+
+
+@dataclass(frozen=True)
+class IdBounds:
+    """The smallest and the largest id of a lookup, which both must be in ``range(size)``.
+
+    Attributes:
+        bounds: both, int64, shape (2,).
+        what: what is looked up, for messages, with ``{}`` for the size.
+    """
+
+    bounds: Tensor
+    size: int
+    what: str
+
+
+def require_in_range(low: int, high: int, size: int, what: str, when: str = "") -> None:
+    """Raise :class:`IndexError` unless ids from ``low`` to ``high`` are in ``range(size)``.
+
+    ``what``: as in :class:`IdBounds`; ``when``: where they came from, if not in this call.
+    """
+    if low < 0 or high >= size:
+        wrong = low if low < 0 else high
+        raise IndexError(f"index {wrong} is out of range for {what.format(size)}{when}")
+
+
+@dataclass(frozen=True)
+class _Sent:
+    bounds: list[IdBounds]
+    copy: HostCopy
+    trains: bool
+
+
+class IdChecks:
+    """Checks of the ids of one rank's calls."""
+
+    def __init__(self) -> None:
+        self._noted: list[IdBounds] = []
+        self._sent: list[_Sent] = []
+        self._is_collecting = False
+
+    def note(self, bounds: IdBounds) -> None:
+        """Check these with the call that runs now."""
+        self._noted.append(bounds)
+
+    @contextlib.contextmanager
+    def collected(self) -> Iterator[list[IdBounds]]:
+        """Context that collects what is noted, instead of checking it: it is recorded, not run."""
+        before, self._noted, self._is_collecting = self._noted, [], True
+        try:
+            yield self._noted
+        finally:
+            self._noted, self._is_collecting = before, False
+
+    def send(self) -> None:
+        """Let the device tell what was noted."""
+        if not self._noted or self._is_collecting:
+            return
+        copy = HostCopy(torch.stack([each.bounds for each in self._noted]))
+        self._sent.append(_Sent(self._noted, copy, torch.is_grad_enabled()))
+        self._noted = []
+
+    def settle(self) -> None:
+        """Raise an error if ids of an earlier call were out of range; on every rank alike.
+
+        Raises:
+            IndexError: with the id, and what it was to be found in.
+        """
+        if self._is_collecting:
+            return
+        # The device still has the backward of the last call to do while the host waits for its
+        # forward. Without a backward it would run dry: the host waits for the call before.
+        keep = 0 if self._sent and self._sent[-1].trains else 1
+        while len(self._sent) > keep:
+            sent = self._sent.pop(0)
+            for each, (low, high) in zip(sent.bounds, sent.copy.numbers(), strict=True):
+                require_in_range(low, high, each.size, each.what, " in an earlier call")

@@ -1,0 +1,52 @@
+"""The device's side of recorded steps: all that needs CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+
+class DeviceGraph:
+    """Kernels that a function launches, recorded in a CUDA graph.
+
+    The memory of tensors that the function makes belongs to ``pool``; it stays the graph's, and is
+    written again by every replay. Graphs with the same pool must be replayed in the order in which
+    they were recorded.
+
+    Args:
+        device: where the kernels run.
+        pool: see :func:`memory_pool`.
+    """
+
+    def __init__(self, device: torch.device, pool: Any) -> None:
+        self._device = device
+        self._pool = pool
+        self._graph = torch.cuda.CUDAGraph()
+
+    def record(self, function: Callable[[], Result]) -> Result:
+        """Return ``function()``, whose kernels are recorded and do not run."""
+        with torch.cuda.device(self._device), torch.cuda.graph(self._graph, pool=self._pool):
+            return function()
+
+    def replay(self) -> None:
+        """Run the recorded kernels."""
+        self._graph.replay()
+
+
+def memory_pool() -> Any:
+    """Return a new pool of memory for graphs that are replayed one after another."""
+    return torch.cuda.graph_pool_handle()
+
+
+def can_record(device: torch.device) -> bool:
+    """Return whether there are graphs on ``device``."""
+    return device.type == "cuda"
+
+
+def is_recording() -> bool:
+    """Return whether a graph is recorded now, by the user."""
+    return torch.cuda.is_current_stream_capturing()

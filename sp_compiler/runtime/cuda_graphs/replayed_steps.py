@@ -1,0 +1,209 @@
+"""Which calls of a module replay a recorded step."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sp_compiler.base.errors import ArgumentError
+from sp_compiler.base.warn import warn
+from sp_compiler.runtime.cuda_graphs import device_graph
+from sp_compiler.runtime.cuda_graphs.recorded_step import RecordedStep
+from sp_compiler.runtime.executor import Execution, Executor
+from sp_compiler.runtime.keys.call_key import CallKey
+from sp_compiler.runtime.parameter_gradients import CompiledFunction, opaque
+from sp_compiler.runtime.reductions import DeferredGradients
+
+# Steps that run as they are before one is recorded: they load kernels, let libraries take their
+# workspaces and connect the ranks, which a graph cannot record.
+_WARM_UP = 2
+# Each holds the memory of a step of its own.
+_MAX_STEPS = 8
+
+
+@dataclass
+class _Kind:
+    """Calls that one recorded step serves.
+
+    Attributes:
+        executor: of their program.
+        num_backwards: how many of them have run their backward.
+        starts: from which of the outputs that are tensors the latest backward started.
+        step: the recorded one.
+        fails: whether it could not be recorded.
+    """
+
+    executor: Executor
+    num_backwards: int = 0
+    starts: Sequence[bool] = ()
+    step: RecordedStep | None = None
+    fails: bool = False
+
+
+class _Noted(CompiledFunction):
+    """``apply(kind, *outputs)``: the outputs of a call, whose backward is noted.
+
+    A hook on an output would also see gradients that come from inside of the model.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, kind: _Kind, *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.kind = kind
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*[x for x in outputs if not x.requires_grad])
+        # No views, which may not be changed in place.
+        return tuple([x.detach() for x in outputs])
+
+    @staticmethod
+    @opaque
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        ctx.kind.num_backwards += 1
+        ctx.kind.starts = [grad is not None for grad in grads]
+        return (None, *grads)
+
+
+class ReplayedSteps:
+    """Runs the calls of one module, those that train by replaying recorded graphs.
+
+    A call that cannot be replayed runs as it is, with the same numbers and the same collectives: a
+    rank that replays and one that does not may meet.
+
+    Args:
+        parameters, buffers: of the module, by name.
+        deferred: the gradients that it puts off.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        deferred: DeferredGradients,
+    ) -> None:
+        self._parameters = parameters
+        self._buffers = buffers
+        self._deferred = deferred
+        self._kinds: OrderedDict[tuple[CallKey | None, int], _Kind] = OrderedDict()
+        self._said: set[str] = set()
+
+    def run(
+        self,
+        executor: Executor,
+        key: CallKey | None,
+        leaves: Sequence[Any],
+        seed: Tensor | None,
+        device: torch.device,
+        hooks: str,
+    ) -> Execution:
+        """Return :meth:`Executor.run` of the module's tensors and these.
+
+        Args:
+            executor, leaves, seed: of the call.
+            key: of the call: all that its program does not read from tensors.
+            device: of the module.
+            hooks: those that run between its blocks, in words.
+
+        Raises:
+            ArgumentError: there are no graphs on ``device``.
+        """
+        if not device_graph.can_record(device):
+            raise ArgumentError(
+                f"cuda_graphs=True: the module is on {device}; move it to a CUDA device, or "
+                "compile it without"
+            )
+        obstacle = _obstacle(executor, leaves, device, hooks)
+        if obstacle:
+            self._say(f"a step runs without CUDA graphs, because {obstacle}")
+        if obstacle or not self._trains(leaves) or device_graph.is_recording():
+            return executor.run(self._parameters, self._buffers, leaves, seed)
+        kind = self._kind(executor, key)
+        step = self._step(kind, leaves, seed, device)
+        if step is None:
+            return self._warm_up(kind, leaves, seed)
+        return step(self._parameters, leaves, seed)
+
+    def _trains(self, leaves: Sequence[Any]) -> bool:
+        """Return whether the backward of a call may come, and reduces its gradients at once."""
+        return (
+            torch.is_grad_enabled()
+            and not self._deferred.enabled
+            and not self._deferred.pending
+            and any(x.requires_grad for x in (*self._parameters.values(), *_tensors(leaves)))
+        )
+
+    def _kind(self, executor: Executor, key: CallKey | None) -> _Kind:
+        # Two programs of one key differ in numbers that the forward has read.
+        name = key, id(executor)
+        kind = self._kinds.get(name)
+        if kind is None:
+            kind = self._kinds[name] = _Kind(executor)
+            if len(self._kinds) > _MAX_STEPS:
+                self._kinds.popitem(last=False)
+        self._kinds.move_to_end(name)
+        return kind
+
+    def _step(
+        self, kind: _Kind, leaves: Sequence[Any], seed: Tensor | None, device: torch.device
+    ) -> RecordedStep | None:
+        """Return the recorded step for a call; ``None`` if it must run as it is."""
+        step = kind.step
+        # Parameters were moved, or others were loaded in their place.
+        if step is not None and not step.reads(self._parameters, self._buffers):
+            step = kind.step = None
+        if step is not None and step.is_busy:
+            self._say(
+                "a call runs without CUDA graphs, because the backward of the call before it may "
+                "still come, and replaying would overwrite what that needs"
+            )
+            return None
+        if step is None and kind.num_backwards >= _WARM_UP and not kind.fails:
+            step = kind.step = self._recorded(kind, leaves, seed, device)
+        return step
+
+    def _recorded(
+        self, kind: _Kind, leaves: Sequence[Any], seed: Tensor | None, device: torch.device
+    ) -> RecordedStep | None:
+        tensors = self._parameters, self._buffers
+        try:
+            return RecordedStep(kind.executor, *tensors, leaves, seed, kind.starts, device)
+        except RuntimeError as error:
+            # CUDA's own: an operator that waits for the device, no memory left. Nothing has run.
+            kind.fails = True
+            self._say(f"a step runs without CUDA graphs; it could not be recorded: {error}")
+            return None
+
+    def _warm_up(self, kind: _Kind, leaves: Sequence[Any], seed: Tensor | None) -> Execution:
+        """Run a call as it is, and note how its backward starts."""
+        execution = kind.executor.run(self._parameters, self._buffers, leaves, seed)
+        if kind.step is not None or kind.fails:
+            return execution
+        noted = iter(_Noted.apply(kind, *_tensors(execution.outputs)))
+        outputs = [next(noted) if isinstance(x, Tensor) else x for x in execution.outputs]
+        return replace(execution, outputs=outputs)
+
+    def _say(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            warn(message)
+
+
+def _obstacle(executor: Executor, leaves: Sequence[Any], device: torch.device, hooks: str) -> str:
+    """Return why a graph would not do what the call does; empty if it would."""
+    if hooks:
+        return f"the host runs hooks between the kernels: {hooks}"
+    if changed := executor.compiled.program.mutated_buffers:
+        return f"the model changes its buffers: {', '.join(changed)}"
+    others = {x.device for x in _tensors(leaves)} - {device}
+    if others:
+        return f"an input is on {others.pop()}, the module on {device}: move the input there"
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return "hooks on saved tensors are active, as in torch.utils.checkpoint"
+    return ""
+
+
+def _tensors(values: Sequence[Any]) -> list[Tensor]:
+    return [value for value in values if isinstance(value, Tensor)]

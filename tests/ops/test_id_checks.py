@@ -1,0 +1,61 @@
+"""Ids out of range on a device, told one call later."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sp_compiler.ops import vocabulary
+from sp_compiler.ops.communicator import Communicator
+from sp_compiler.ops.gpu.id_checks import IdBounds, IdChecks
+
+
+def _bounds(low: int, high: int) -> IdBounds:
+    return IdBounds(torch.tensor([low, high]), 10, "an embedding of {} rows")
+
+
+@pytest.mark.parametrize(("low", "high", "wrong"), [(-1, 3, "-1"), (0, 10, "10"), (2, 99, "99")])
+def test_the_id_is_named_at_the_next_call(low: int, high: int, wrong: str) -> None:
+    checks = IdChecks()
+    checks.note(_bounds(0, 9))
+    checks.note(_bounds(low, high))
+    checks.send()
+    with pytest.raises(IndexError, match=f"index {wrong} is out of range for an embedding of 10 "):
+        checks.settle()
+    checks.settle()  # told once
+
+
+def test_without_a_backward_one_call_later_still() -> None:
+    checks = IdChecks()
+    with torch.no_grad():
+        checks.note(_bounds(0, 10))
+        checks.send()
+        checks.settle()
+        checks.note(_bounds(0, 9))
+        checks.send()
+    with pytest.raises(IndexError, match="index 10 is out of range"):
+        checks.settle()
+
+
+def test_what_is_recorded_is_checked_with_each_replay() -> None:
+    checks = IdChecks()
+    with checks.collected() as noted:
+        checks.note(_bounds(0, 0))
+        checks.send()
+        checks.settle()
+    checks.settle()
+    noted[0].bounds.copy_(torch.tensor([0, 11]))
+    checks.note(noted[0])
+    checks.send()
+    with pytest.raises(IndexError, match="index 11"):
+        checks.settle()
+
+
+def test_ids_on_a_device_are_noted_and_not_read() -> None:
+    """Reading a number of "meta" raises, as it would wait on a GPU."""
+    tp = Communicator(None, 0, 2)
+    with torch.device("meta"):
+        ids = torch.empty(2, 3, dtype=torch.int32)
+    vocabulary.require_inside(tp, ids, 5, "a table of {} rows")
+    (noted,) = tp.id_checks._noted
+    assert (noted.size, noted.bounds.shape, noted.bounds.device.type) == (5, (2,), "meta")

@@ -16,6 +16,7 @@ def _one_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "MODELS", ("nanogpt",))  # the others take as long each
 
 
+@pytest.mark.slow
 def test_memory_is_planned_to_the_byte() -> None:
     (row,) = gpu.memory("cpu", gpu.SMALL)
     assert row.kept_recorded == row.kept_planned > 0

@@ -26,6 +26,7 @@ def _refused(**options: Any) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_auto_fills_what_the_state_leaves() -> None:
     most = _plan(recompute="none")
     state_bytes = most.total_bytes - most.activation_peak_bytes

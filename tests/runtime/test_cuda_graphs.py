@@ -109,12 +109,11 @@ def test_steps_have_the_same_bits_and_run_no_code(
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["gpt2", "lora"])
-def test_models(name: str, pools: list[Pool]) -> None:
+def test_a_whole_model(pools: list[Pool]) -> None:
     def step(module: Any, index: int) -> Tensor:
-        return zoo.loss_of(module(**zoo.inputs(name, seed=index)))
+        return zoo.loss_of(module(**zoo.inputs("gpt2", seed=index)))
 
-    _assert_same(step, lambda: zoo.build(name, layers=1, dropout=0.1), steps=4)
+    _assert_same(step, lambda: zoo.build("gpt2", layers=1, dropout=0.1), steps=4)
     assert _replays(pools) == [4]
 
 
@@ -144,6 +143,7 @@ def test_outputs_stay_what_they_were(pools: list[Pool]) -> None:
     assert len({number for _, _, number, _, _ in outputs}) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_each_size_is_recorded(pools: list[Pool]) -> None:
     _assert_same(lambda module, index: module(_ids(index, 5 + index % 2))[0], steps=10)
@@ -343,6 +343,7 @@ def _on_two_ranks() -> dict[str, Any]:
     return {"plain": plain, "recorded": recorded, "replays": _replays(pools)}
 
 
+@pytest.mark.slow
 def test_ranks_replay_their_collectives() -> None:
     for results in run_on_ranks(2, _on_two_ranks):
         plain, recorded = results["plain"], results["recorded"]

@@ -91,6 +91,7 @@ class _FromStates(nn.Module):
         return outputs.sum(0) + torch.cat([*self.linear(hidden), *cell]).view(2, -1, 12).sum(0)
 
 
+@pytest.mark.slow
 def test_states_keep_their_shape() -> None:
     """Those of an LSTM, for any number of sequences, one among them."""
     torch.manual_seed(0)

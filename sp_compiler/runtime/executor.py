@@ -125,6 +125,11 @@ class Executor:
         self._drawing = sorted({ref.index for ref in refs})
         self.needs_seed = bool(self._drawing)
 
+    @property
+    def is_managed(self) -> bool:
+        """Whether FSDP gathers parameters for the calls."""
+        return bool(self._managed())
+
     def run(
         self,
         params: Mapping[str, Tensor],

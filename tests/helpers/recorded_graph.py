@@ -59,10 +59,12 @@ class RecordedGraph(TorchDispatchMode):
         self._pool.kept += [x.detach() for x in _tensors(result)]
         if self._is_backward:
             self._pool.spoil()
-        # Recorded, not run.
+        # Recorded, not run: no numbers in what was made, which is as it was for autograd.
+        made = {x.untyped_storage().data_ptr() for x in self._pool.made}
         for value in _tensors(result):
-            if value.is_floating_point():
-                value.detach().fill_(torch.nan)
+            if value.is_floating_point() and value.untyped_storage().data_ptr() in made:
+                with torch.autograd._unsafe_preserve_version_counter(value):
+                    value.detach().fill_(torch.nan)
         return result
 
     def replay(self) -> None:

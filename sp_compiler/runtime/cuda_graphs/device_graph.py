@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -29,12 +30,30 @@ class DeviceGraph:
 
     def record(self, function: Callable[[], Result]) -> Result:
         """Return ``function()``, whose kernels are recorded and do not run."""
-        with torch.cuda.device(self._device), torch.cuda.graph(self._graph, pool=self._pool):
+        recording = torch.cuda.graph(
+            self._graph,
+            pool=self._pool,
+            stream=_stream(self._device),
+            # Of this thread alone: those of a data loader may allocate pinned memory meanwhile.
+            capture_error_mode="thread_local",
+        )
+        # What fails to be recorded leaves its stream as the current one.
+        with torch.cuda.stream(torch.cuda.current_stream(self._device)), recording:
             return function()
 
     def replay(self) -> None:
         """Run the recorded kernels."""
         self._graph.replay()
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream on which graphs are recorded.
+
+    Torch's own for this is one for the whole process, on the device that recorded first: of kernels
+    on another device it would record none.
+    """
+    return torch.cuda.Stream(device)
 
 
 def memory_pool() -> Any:

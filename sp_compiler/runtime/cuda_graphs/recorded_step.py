@@ -48,6 +48,9 @@ class RecordedStep:
             on ``device``.
         starts: for each output that is a tensor, whether backward starts from it.
         device: where the kernels run.
+
+    Attributes:
+        untrained: the tensors that get no gradients and are read where they are.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class RecordedStep:
         self._executor = executor
         self._buffers = dict(buffers)
         self._starts = list(starts)
-        self._addresses = _addresses(parameters, buffers)
+        self._layouts = _layouts(parameters, buffers)
         named = {name: parameters[name] for name in executor.compiled.param_placements}
         # Leaves of another graph of autograd: its gradients are returned, and never put into a
         # parameter, where the next replay would overwrite them.
@@ -72,6 +75,14 @@ class RecordedStep:
         # One name of each, for gradients of tied parameters are one.
         names = {id(value): name for name, value in named.items() if value.requires_grad}
         self._trained = tuple(names.values())
+        read = {
+            ref.name
+            for call in executor.compiled.program.calls
+            for ref in call.args
+            if ref.kind == "buffer"
+        }
+        self.untrained = [value for value in named.values() if not value.requires_grad]
+        self.untrained += [value for name, value in buffers.items() if name in read]
         self._inputs = [_leaf(x.clone()) if isinstance(x, Tensor) else x for x in leaves]
         self._seed = None if seed is None else seed.clone()
         self._latest: weakref.ref[ReplayedForward] | None = None
@@ -106,7 +117,7 @@ class RecordedStep:
 
     def reads(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> bool:
         """Return whether these are where the recorded kernels read them."""
-        return self._addresses == _addresses(parameters, buffers)
+        return self._layouts == _layouts(parameters, buffers)
 
     def __call__(
         self, parameters: Mapping[str, Tensor], leaves: Sequence[Any], seed: Tensor | None
@@ -150,13 +161,22 @@ class RecordedStep:
             grads: of the outputs that are tensors; at least one is not ``None``.
 
         Raises:
-            UnsupportedError: a second backward, after another forward.
+            UnsupportedError: a second backward, after another forward; or gradients are put off
+                since the forward.
         """
         if self._latest is None or self._latest() is not call:
             raise UnsupportedError(
                 "backward a second time through a call of a module with cuda_graphs=True, after "
                 "another call, which has overwritten what this one kept; run all backwards of a "
                 "call before the next one, or compile without cuda_graphs"
+            )
+        deferred = self._executor.deferred
+        # On one rank nothing is put off.
+        if deferred.pending or (deferred.enabled and self._executor.tp.world_size > 1):
+            raise UnsupportedError(
+                "no_sync() between a call of a module with cuda_graphs=True and its backward, which "
+                "was recorded with the reduction of its gradients; run both of them inside of "
+                "no_sync(), or both outside with none of it in between"
             )
         starts = [grad is not None for grad in grads]
         tangents = [unsharded(grad) for grad in grads if grad is not None]
@@ -204,7 +224,7 @@ class _Replay(CompiledFunction):
         outputs = step.replay_forward()
         ctx.mark_non_differentiable(*step.constant_outputs(outputs))
         # The backward reads them where they are: a change until then must raise.
-        ctx.save_for_backward(*tensors[: step.num_trained])
+        ctx.save_for_backward(*tensors[: step.num_trained], *step.untrained)
         ctx.parameters = parameter_edges(tensors)
         return tuple(outputs)
 
@@ -229,5 +249,7 @@ def _tensors(values: Sequence[Any]) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
 
 
-def _addresses(*tensors: Mapping[str, Tensor]) -> list[int]:
-    return [local_tensor(value).data_ptr() for each in tensors for value in each.values()]
+def _layouts(*tensors: Mapping[str, Tensor]) -> list[tuple[int, tuple[int, ...]]]:
+    """Return address and strides of each of the tensors."""
+    parts = [local_tensor(value) for each in tensors for value in each.values()]
+    return [(part.data_ptr(), part.stride()) for part in parts]

@@ -55,9 +55,11 @@ class _Noted(CompiledFunction):
     def forward(ctx: Any, kind: _Kind, *outputs: Tensor) -> tuple[Tensor, ...]:
         ctx.kind = kind
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*[x for x in outputs if not x.requires_grad])
         # No views, which may not be changed in place.
-        return tuple([x.detach() for x in outputs])
+        results = tuple([x.detach() for x in outputs])
+        constant = [y for x, y in zip(outputs, results, strict=True) if not x.requires_grad]
+        ctx.mark_non_differentiable(*constant)
+        return results
 
     @staticmethod
     @opaque
@@ -115,10 +117,10 @@ class ReplayedSteps:
                 f"cuda_graphs=True: the module is on {device}; move it to a CUDA device, or "
                 "compile it without"
             )
-        obstacle = _obstacle(executor, leaves, device, hooks)
-        if obstacle:
+        if not self._trains(leaves) or device_graph.is_recording():
+            return executor.run(self._parameters, self._buffers, leaves, seed)
+        if obstacle := _obstacle(executor, leaves, device, hooks):
             self._say(f"a step runs without CUDA graphs, because {obstacle}")
-        if obstacle or not self._trains(leaves) or device_graph.is_recording():
             return executor.run(self._parameters, self._buffers, leaves, seed)
         kind = self._kind(executor, key)
         step = self._step(kind, leaves, seed, device)
@@ -143,6 +145,11 @@ class ReplayedSteps:
             kind = self._kinds[name] = _Kind(executor)
             if len(self._kinds) > _MAX_STEPS:
                 self._kinds.popitem(last=False)
+                self._say(
+                    f"more than {_MAX_STEPS} kinds of steps, which differ in sizes of inputs or in "
+                    "mode: of these only the latest are recorded in CUDA graphs; pad inputs to "
+                    "fewer sizes"
+                )
         self._kinds.move_to_end(name)
         return kind
 
@@ -193,6 +200,8 @@ class ReplayedSteps:
 
 def _obstacle(executor: Executor, leaves: Sequence[Any], device: torch.device, hooks: str) -> str:
     """Return why a graph would not do what the call does; empty if it would."""
+    if executor.is_managed:
+        return "fully_shard gathers parameters, and reduces gradients, in every step"
     if hooks:
         return f"the host runs hooks between the kernels: {hooks}"
     if changed := executor.compiled.program.mutated_buffers:

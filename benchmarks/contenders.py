@@ -24,6 +24,7 @@ Step = Callable[[], object]
 PRODUCT = "sp_compiler"
 PRODUCT_TP = "sp_compiler TP"
 """Without sequence parallelism, as contenders whose name ends alike."""
+PRODUCT_GRAPHS = "sp_compiler, cuda_graphs"
 
 
 def random_ids(config: GPTConfig, batch: int, length: int) -> Tensor:
@@ -49,13 +50,21 @@ def eager(config: GPTConfig, ids: Tensor, recompute: Recompute) -> Step:
     return step
 
 
-def compiled(config: GPTConfig, ids: Tensor, recompute: str, tp: int, sp: bool = True) -> Step:
+def compiled(
+    config: GPTConfig,
+    ids: Tensor,
+    recompute: str,
+    tp: int,
+    sp: bool = True,
+    cuda_graphs: bool = False,
+) -> Step:
     """This project."""
     model = sp_compiler.compile(
         plain_gpt(config),
         tp=tp,
         sequence_parallel=sp,
         recompute=recompute,
+        cuda_graphs=cuda_graphs,
         example_inputs=((ids,), {"labels": ids}),
     )
 

@@ -7,7 +7,8 @@ memory    bytes kept and the peak of a step of ten models as planned, as the ope
 numbers   loss and gradients of the same models on the device against the CPU, dropout included
 slices    one rank's part of 8 of a layer of the paper's 22B and 175B and of Llama-3-70B, the other
           ranks being a fake process group whose collectives cost nothing: the product beside
-          hand-written Megatron-style layers, and beside the unsharded layer in eager mode
+          hand-written Megatron-style layers, and beside the unsharded layer in eager mode; on an
+          accelerator also with steps that are replayed
 
 ``--device cpu --small`` runs all of it without an accelerator: its logic, not its figures.
 """
@@ -34,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 
 import sp_compiler
 from benchmarks import contenders
-from benchmarks.contenders import PRODUCT, Step
+from benchmarks.contenders import PRODUCT, PRODUCT_GRAPHS, Step
 from benchmarks.measure import PeakRecorder, alternate, loss_of, ratio
 from benchmarks.models import PAPER_SETUPS, GPTConfig
 from benchmarks.peers.recompute import Recompute
@@ -219,8 +220,14 @@ def _on(device: str) -> Iterator[None]:
 def _gpt_steps(config: GPTConfig, ids: Tensor, recompute: str) -> dict[str, Step]:
     # The peers, which lack the product's "selective", recompute the attention core.
     by_hand: Recompute = "attention" if recompute == "selective" else "none"
+    recorded = (
+        {PRODUCT_GRAPHS: contenders.compiled(config, ids, recompute, RANKS, cuda_graphs=True)}
+        if ids.is_cuda
+        else {}
+    )
     return {
         PRODUCT: contenders.compiled(config, ids, recompute, RANKS),
+        **recorded,
         "Megatron style TP+SP": contenders.megatron_style(config, ids, by_hand, sp=True),
         "eager, unsharded": contenders.eager(config, ids, by_hand),
     }

@@ -27,6 +27,7 @@ from sp_compiler.ir.op_traits import (
 )
 from sp_compiler.ops.accumulate import ADD_PRODUCT, WRITE_ROWS
 from sp_compiler.ops.registry import Collective, operator_of
+from sp_compiler.ops.vocabulary import VOCAB_EMBEDDING
 
 _aten = torch.ops.aten
 _ATTENTION_BACKWARDS = frozenset(
@@ -36,6 +37,16 @@ _ATTENTION_BACKWARDS = frozenset(
         _aten._scaled_dot_product_efficient_attention_backward.default,
         _aten._scaled_dot_product_cudnn_attention_backward.default,
         _aten._scaled_dot_product_fused_attention_overrideable_backward.default,
+    }
+)
+# Operators that read of their first operand what an index picks.
+_LOOKUPS = frozenset(
+    {
+        VOCAB_EMBEDDING.overload,
+        _aten.embedding.default,
+        _aten.gather.default,
+        _aten.index.Tensor,
+        _aten.index_select.default,
     }
 )
 # Products of composite graphs -> position of the first factor; the second is the next operand.
@@ -168,12 +179,20 @@ def compute_us(
         return 0.0
     if fused is not None and node in fused:
         return kernel_us(0, fused[node], product_dtype(node), hardware)
-    read_bytes = sum(tensor_bytes(source.meta["val"]) for source in node.all_input_nodes)
     _, flops = node_flops(node)
-    num_bytes = read_bytes + tensor_bytes(node.meta["val"])
-    if node.target is WRITE_ROWS.overload:  # the rows alone are read and written
-        num_bytes = 2 * tensor_bytes(node.args[1].meta["val"])
-    return kernel_us(flops, num_bytes, product_dtype(node), hardware)
+    return kernel_us(flops, _moved_bytes(node), product_dtype(node), hardware)
+
+
+def _moved_bytes(node: Node) -> int:
+    """Return what a kernel reads and writes: its operands and results, of tables their rows."""
+    written = tensor_bytes(node.meta["val"])
+    if node.target is WRITE_ROWS.overload:
+        return 2 * tensor_bytes(node.args[1].meta["val"])
+    read = sum(tensor_bytes(source.meta["val"]) for source in node.all_input_nodes)
+    if node.target in _LOOKUPS:
+        table = tensor_bytes(node.all_input_nodes[0].meta["val"])
+        read -= max(0, table - written)
+    return read + written
 
 
 def product_dtype(node: Node) -> torch.dtype:

@@ -6,6 +6,7 @@ import torch
 
 from sp_compiler.cost.fused_kernels import fused_bytes
 from sp_compiler.cost.node_cost import compute_us
+from sp_compiler.ops.vocabulary import VOCAB_EMBEDDING
 from tests.helpers.graph_builder import GraphBuilder, convert
 
 aten = torch.ops.aten
@@ -50,3 +51,23 @@ def test_what_ends_a_kernel() -> None:
     # A kernel of one operator costs what it costs alone.
     (alone,) = [n for n in graph.nodes if n.target is aten.neg.default]
     assert compute_us(alone, fused=fused_bytes(graph)) == compute_us(alone)
+
+
+def test_of_a_table_the_rows_that_are_picked_are_read() -> None:
+    b = GraphBuilder()
+    ids = b.input("ids", 8, dtype=torch.int64)
+    small, large, huge = (
+        b.input(name, rows, 6) for name, rows in zip("abc", (2, 64, 10**7), strict=True)
+    )
+    times = [
+        compute_us(b.call(aten.embedding.default, table, ids)) for table in (small, large, huge)
+    ]
+    assert times[0] < times[1] == times[2]
+    picked = [
+        b.call(aten.index_select.default, huge, 0, ids),
+        b.call(aten.index.Tensor, huge, [ids]),
+        b.call(VOCAB_EMBEDDING.overload, huge, ids, 2 * 10**7, 2),
+    ]
+    assert [compute_us(node) for node in picked] == [times[1]] * 3
+    # A row more or less in the operand is read as a whole.
+    assert compute_us(b.call(aten.neg.default, huge)) > 1000 * times[2]

@@ -64,14 +64,14 @@ class RecordedStep:
         device: torch.device,
     ) -> None:
         self._executor = executor
-        self._buffers = dict(buffers)
+        self._read_buffers = dict(buffers)
         self._starts = list(starts)
         self._layouts = _layouts(parameters, buffers)
         named = {name: parameters[name] for name in executor.compiled.param_placements}
         # Leaves of another graph of autograd: its gradients are returned, and never put into a
         # parameter, where the next replay would overwrite them.
         own = {id(value): _leaf(value) for value in named.values()}
-        self._parameters = {name: own[id(value)] for name, value in named.items()}
+        self._own_parameters = {name: own[id(value)] for name, value in named.items()}
         # One name of each, for gradients of tied parameters are one.
         names = {id(value): name for name, value in named.items() if value.requires_grad}
         self._trained = tuple(names.values())
@@ -196,14 +196,14 @@ class RecordedStep:
         """Outputs of the forward, recorded for autograd."""
         with torch.enable_grad():
             return self._executor.run(
-                self._parameters, self._buffers, self._inputs, self._seed
+                self._own_parameters, self._read_buffers, self._inputs, self._seed
             ).outputs
 
     def _backward_of(
         self, outputs: Sequence[Tensor], tangents: Sequence[Tensor]
     ) -> Sequence[Tensor | None]:
         """Return gradients, of parameters this rank's parts."""
-        wanted = [self._parameters[name] for name in self._trained]
+        wanted = [self._own_parameters[name] for name in self._trained]
         wanted += [x for x in _tensors(self._inputs) if x.requires_grad]
         grads = torch.autograd.grad(outputs, wanted, tangents, allow_unused=True)
         return [local_tensor(grad) for grad in grads]

@@ -86,8 +86,7 @@ class ReplayedSteps:
         buffers: Mapping[str, Tensor],
         deferred: DeferredGradients,
     ) -> None:
-        self._parameters = parameters
-        self._buffers = buffers
+        self._tensors = parameters, buffers
         self._deferred = deferred
         self._kinds: OrderedDict[tuple[CallKey | None, int], _Kind] = OrderedDict()
         self._said: set[str] = set()
@@ -117,16 +116,17 @@ class ReplayedSteps:
                 f"cuda_graphs=True: the module is on {device}; move it to a CUDA device, or "
                 "compile it without"
             )
-        if not self._trains(leaves) or device_graph.is_recording():
-            return executor.run(self._parameters, self._buffers, leaves, seed)
-        if obstacle := _obstacle(executor, leaves, device, hooks):
+        is_step = self._trains(leaves) and not device_graph.is_recording()
+        obstacle = _obstacle(executor, leaves, device, hooks) if is_step else ""
+        if obstacle:
             self._say(f"a step runs without CUDA graphs, because {obstacle}")
-            return executor.run(self._parameters, self._buffers, leaves, seed)
+        if obstacle or not is_step:
+            return executor.run(*self._tensors, leaves, seed)
         kind = self._kind(executor, key)
         step = self._step(kind, leaves, seed, device)
         if step is None:
             return self._warm_up(kind, leaves, seed)
-        return step(self._parameters, leaves, seed)
+        return step(self._tensors[0], leaves, seed)
 
     def _trains(self, leaves: Sequence[Any]) -> bool:
         """Return whether the backward of a call may come, and reduces its gradients at once."""
@@ -134,7 +134,7 @@ class ReplayedSteps:
             torch.is_grad_enabled()
             and not self._deferred.enabled
             and not self._deferred.pending
-            and any(x.requires_grad for x in (*self._parameters.values(), *_tensors(leaves)))
+            and any(x.requires_grad for x in (*self._tensors[0].values(), *_tensors(leaves)))
         )
 
     def _kind(self, executor: Executor, key: CallKey | None) -> _Kind:
@@ -159,7 +159,7 @@ class ReplayedSteps:
         """Return the recorded step for a call; ``None`` if it must run as it is."""
         step = kind.step
         # Parameters were moved, or others were loaded in their place.
-        if step is not None and not step.reads(self._parameters, self._buffers):
+        if step is not None and not step.reads(*self._tensors):
             step = kind.step = None
         if step is not None and step.is_busy:
             self._say(
@@ -174,9 +174,8 @@ class ReplayedSteps:
     def _recorded(
         self, kind: _Kind, leaves: Sequence[Any], seed: Tensor | None, device: torch.device
     ) -> RecordedStep | None:
-        tensors = self._parameters, self._buffers
         try:
-            return RecordedStep(kind.executor, *tensors, leaves, seed, kind.starts, device)
+            return RecordedStep(kind.executor, *self._tensors, leaves, seed, kind.starts, device)
         except RuntimeError as error:
             # CUDA's own: an operator that waits for the device, no memory left. Nothing has run.
             kind.fails = True
@@ -185,7 +184,7 @@ class ReplayedSteps:
 
     def _warm_up(self, kind: _Kind, leaves: Sequence[Any], seed: Tensor | None) -> Execution:
         """Run a call as it is, and note how its backward starts."""
-        execution = kind.executor.run(self._parameters, self._buffers, leaves, seed)
+        execution = kind.executor.run(*self._tensors, leaves, seed)
         if kind.step is not None or kind.fails:
             return execution
         noted = iter(_Noted.apply(kind, *_tensors(execution.outputs)))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.warn import warn
@@ -208,6 +209,8 @@ def _obstacle(executor: Executor, leaves: Sequence[Any], device: torch.device, h
     others = {x.device for x in _tensors(leaves)} - {device}
     if others:
         return f"an input is on {others.pop()}, the module on {device}: move the input there"
+    if (mode := _get_current_dispatch_mode()) is not None:
+        return f"{type(mode).__name__} is active, which would see no operators"
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return "hooks on saved tensors are active, as in torch.utils.checkpoint"
     return ""

@@ -119,8 +119,8 @@ class ModuleState:
 
     def replays_steps(self, *, enabled: bool) -> None:
         """Set whether training steps are recorded and replayed."""
-        tensors = self.parameters, self.buffers
-        self.steps = ReplayedSteps(*tensors, self.deferred) if enabled else None
+        parts = self.parameters, self.buffers, self.deferred, self.agreement
+        self.steps = ReplayedSteps(*parts) if enabled else None
 
     def copied(self, root: MirrorModule, memo: dict[int, Any]) -> ModuleState:
         """Return the state of ``root``, a deep copy of the current root, with the same programs.

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils.flop_counter import FlopCounterMode
 
 import sp_compiler
 from sp_compiler.runtime.cuda_graphs import device_graph
+from sp_compiler.runtime.rank_checks import RankAgreement
 from tests.helpers.recorded_graph import Pool, record_on_cpu
 
 
@@ -57,11 +57,11 @@ def _train(module: Any, batches: Iterable[Tensor]) -> None:
         module(x)[0].backward()
 
 
-def _recorded() -> Any:
-    """A module whose next step is replayed, with frozen parameters."""
+def _recorded(steps: int = 3) -> Any:
+    """A module with frozen parameters whose third step was recorded."""
     module = _compiled()
     module.first.requires_grad_(False)
-    _train(module, map(_x, range(3)))
+    _train(module, map(_x, range(steps)))
     module.zero_grad()
     return module
 
@@ -106,6 +106,20 @@ def test_a_parameter_with_other_strides_is_recorded_anew(pools: list[Pool]) -> N
     assert [pool.replays for pool in pools] == [4, 2]
 
 
+def test_parameters_that_move_all_the_time_are_not_recorded_anew(pools: list[Pool]) -> None:
+    module = _recorded()
+    weight = module.get_parameter("last.weight")
+
+    def moved() -> Iterator[Tensor]:
+        for seed in range(12):
+            weight.data = weight.data.clone()
+            yield _x(seed)
+
+    with pytest.warns(UserWarning, match="no more steps are recorded in CUDA graphs"):
+        _train(module, moved())
+    assert len(pools) == 8
+
+
 def test_outputs_are_those_of_a_step_as_it_is(pools: list[Pool]) -> None:
     """Values, and which of them require a gradient: while it warms up and when it is replayed."""
     steps: list[list[Any]] = []
@@ -127,20 +141,22 @@ def test_outputs_are_those_of_a_step_as_it_is(pools: list[Pool]) -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_calls_that_do_not_train_are_no_obstacle(pools: list[Pool]) -> None:
+    """What they are called under says nothing of a step."""
     module = _recorded()
-    with torch.no_grad(), FlopCounterMode(display=False):
+    with torch.no_grad(), torch.autograd.graph.save_on_cpu():
         module(_x(3))
 
 
-def test_a_mode_sees_the_operators_of_a_step(pools: list[Pool]) -> None:
-    module = _recorded()
-    with (
-        FlopCounterMode(display=False) as flops,
-        pytest.warns(UserWarning, match="FlopCounterMode is active, which would see no operators"),
-    ):
+def test_what_another_rank_cannot_record_is_not_replayed(
+    pools: list[Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL lets a collective of a graph meet its like alone."""
+    monkeypatch.setattr(RankAgreement, "exchanged", lambda *_: ["", "no memory left"])
+    module = _recorded(2)
+    with pytest.warns(UserWarning, match="could not be recorded: no memory left"):
         _train(module, [_x(3)])
-    assert flops.get_total_flops() > 0
-    assert pools[0].replays == 2
+    _train(module, [_x(4)])
+    assert [pool.replays for pool in pools] == [0]
 
 
 def test_too_many_sizes_are_told(pools: list[Pool]) -> None:

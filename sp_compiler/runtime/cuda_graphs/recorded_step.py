@@ -66,7 +66,6 @@ class RecordedStep:
         self._executor = executor
         self._read_buffers = dict(buffers)
         self._starts = list(starts)
-        self._layouts = _layouts(parameters, buffers)
         named = {name: parameters[name] for name in executor.compiled.param_placements}
         # Leaves of another graph of autograd: its gradients are returned, and never put into a
         # parameter, where the next replay would overwrite them.
@@ -114,10 +113,6 @@ class RecordedStep:
         """Whether the backward of an earlier call, which may still come, needs the tensors."""
         latest = None if self._latest is None else self._latest()
         return latest is not None and not latest.is_done
-
-    def reads(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> bool:
-        """Return whether these are where the recorded kernels read them."""
-        return self._layouts == _layouts(parameters, buffers)
 
     def __call__(
         self, parameters: Mapping[str, Tensor], leaves: Sequence[Any], seed: Tensor | None
@@ -174,9 +169,9 @@ class RecordedStep:
         # On one rank nothing is put off.
         if deferred.pending or (deferred.enabled and self._executor.tp.world_size > 1):
             raise UnsupportedError(
-                "no_sync() between a call of a module with cuda_graphs=True and its backward, which "
-                "was recorded with the reduction of its gradients; run both of them inside of "
-                "no_sync(), or both outside with none of it in between"
+                "no_sync() between a call of a module with cuda_graphs=True and its backward, "
+                "which was recorded with the reduction of its gradients; run both of them inside "
+                "of no_sync(), or both outside of it with none in between"
             )
         starts = [grad is not None for grad in grads]
         tangents = [unsharded(grad) for grad in grads if grad is not None]
@@ -247,9 +242,3 @@ def _leaf(value: Tensor) -> Tensor:
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
-
-
-def _layouts(*tensors: Mapping[str, Tensor]) -> list[tuple[int, tuple[int, ...]]]:
-    """Return address and strides of each of the tensors."""
-    parts = [local_tensor(value) for each in tensors for value in each.values()]
-    return [(part.data_ptr(), part.stride()) for part in parts]

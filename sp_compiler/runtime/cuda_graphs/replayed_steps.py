@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.warn import warn
@@ -17,7 +16,8 @@ from sp_compiler.runtime.cuda_graphs import device_graph
 from sp_compiler.runtime.cuda_graphs.recorded_step import RecordedStep
 from sp_compiler.runtime.executor import Execution, Executor
 from sp_compiler.runtime.keys.call_key import CallKey
-from sp_compiler.runtime.parameter_gradients import CompiledFunction, opaque
+from sp_compiler.runtime.parameter_gradients import CompiledFunction, local_tensor, opaque
+from sp_compiler.runtime.rank_checks import RankAgreement
 from sp_compiler.runtime.reductions import DeferredGradients
 
 # Steps that run as they are before one is recorded: they load kernels, let libraries take their
@@ -25,6 +25,8 @@ from sp_compiler.runtime.reductions import DeferredGradients
 _WARM_UP = 2
 # Each holds the memory of a step of its own.
 _MAX_STEPS = 8
+# After so many times it is known that what is recorded will not be of use for long.
+_MAX_MOVES = 8
 
 
 @dataclass
@@ -73,12 +75,15 @@ class _Noted(CompiledFunction):
 class ReplayedSteps:
     """Runs the calls of one module, those that train by replaying recorded graphs.
 
-    A call that cannot be replayed runs as it is, with the same numbers and the same collectives: a
-    rank that replays and one that does not may meet.
+    A call that cannot be replayed runs as it is, with the same numbers and the same collectives.
+    That must be the same calls on all ranks, for NCCL does not let a collective of a graph meet one
+    of no graph: ranks which make the same calls decide alike, and a step that one of them cannot
+    record, none does.
 
     Args:
         parameters, buffers: of the module, by name.
         deferred: the gradients that it puts off.
+        agreement: of the module's ranks.
     """
 
     def __init__(
@@ -86,10 +91,14 @@ class ReplayedSteps:
         parameters: Mapping[str, Tensor],
         buffers: Mapping[str, Tensor],
         deferred: DeferredGradients,
+        agreement: RankAgreement,
     ) -> None:
         self._tensors = parameters, buffers
         self._deferred = deferred
+        self._agreement = agreement
         self._kinds: OrderedDict[tuple[CallKey | None, int], _Kind] = OrderedDict()
+        self._layout: Sequence[Any] = ()
+        self._num_moves = 0
         self._said: set[str] = set()
 
     def run(
@@ -123,6 +132,7 @@ class ReplayedSteps:
             self._say(f"a step runs without CUDA graphs, because {obstacle}")
         if obstacle or not is_step:
             return executor.run(*self._tensors, leaves, seed)
+        self._drop_moved()
         kind = self._kind(executor, key)
         step = self._step(kind, leaves, seed, device)
         if step is None:
@@ -137,6 +147,22 @@ class ReplayedSteps:
             and not self._deferred.pending
             and any(x.requires_grad for x in (*self._tensors[0].values(), *_tensors(leaves)))
         )
+
+    def _drop_moved(self) -> None:
+        """Drop all steps if parameters or buffers are not where these read them."""
+        layout = _layout(*self._tensors)
+        if layout == self._layout:
+            return
+        self._layout = layout
+        recorded = [kind for kind in self._kinds.values() if kind.step is not None]
+        for kind in recorded:
+            kind.step = None
+        self._num_moves += bool(recorded)
+        if self._num_moves == _MAX_MOVES:
+            self._say(
+                "no more steps are recorded in CUDA graphs: parameters or buffers were moved, or "
+                f"others put in their place, {_MAX_MOVES} times; change them in place"
+            )
 
     def _kind(self, executor: Executor, key: CallKey | None) -> _Kind:
         # Two programs of one key differ in numbers that the forward has read.
@@ -159,29 +185,33 @@ class ReplayedSteps:
     ) -> RecordedStep | None:
         """Return the recorded step for a call; ``None`` if it must run as it is."""
         step = kind.step
-        # Parameters were moved, or others were loaded in their place.
-        if step is not None and not step.reads(*self._tensors):
-            step = kind.step = None
         if step is not None and step.is_busy:
             self._say(
                 "a call runs without CUDA graphs, because the backward of the call before it may "
                 "still come, and replaying would overwrite what that needs"
             )
             return None
-        if step is None and kind.num_backwards >= _WARM_UP and not kind.fails:
+        is_warm = kind.num_backwards >= _WARM_UP and self._num_moves < _MAX_MOVES
+        if step is None and is_warm and not kind.fails:
             step = kind.step = self._recorded(kind, leaves, seed, device)
         return step
 
     def _recorded(
         self, kind: _Kind, leaves: Sequence[Any], seed: Tensor | None, device: torch.device
     ) -> RecordedStep | None:
+        step, failure = None, ""
         try:
-            return RecordedStep(kind.executor, *self._tensors, leaves, seed, kind.starts, device)
+            step = RecordedStep(kind.executor, *self._tensors, leaves, seed, kind.starts, device)
         except RuntimeError as error:
             # CUDA's own: an operator that waits for the device, no memory left. Nothing has run.
+            failure = str(error) or type(error).__name__
+        failures = self._agreement.exchanged("has recorded a step in CUDA graphs", failure)
+        if any(failures):
             kind.fails = True
-            self._say(f"a step runs without CUDA graphs; it could not be recorded: {error}")
+            why = next(filter(None, failures))
+            self._say(f"a step runs without CUDA graphs; it could not be recorded: {why}")
             return None
+        return step
 
     def _warm_up(self, kind: _Kind, leaves: Sequence[Any], seed: Tensor | None) -> Execution:
         """Run a call as it is, and note how its backward starts."""
@@ -209,11 +239,15 @@ def _obstacle(executor: Executor, leaves: Sequence[Any], device: torch.device, h
     others = {x.device for x in _tensors(leaves)} - {device}
     if others:
         return f"an input is on {others.pop()}, the module on {device}: move the input there"
-    if (mode := _get_current_dispatch_mode()) is not None:
-        return f"{type(mode).__name__} is active, which would see no operators"
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return "hooks on saved tensors are active, as in torch.utils.checkpoint"
     return ""
+
+
+def _layout(*tensors: Mapping[str, Tensor]) -> Sequence[Any]:
+    """Return address and strides of each of the tensors."""
+    parts = [local_tensor(value) for each in tensors for value in each.values()]
+    return [(part.data_ptr(), part.stride()) for part in parts]
 
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from sp_compiler.ops import vocabulary
 from sp_compiler.ops.communicator import Communicator
+from sp_compiler.ops.gpu.host_copy import HostCopy
 from sp_compiler.ops.gpu.id_checks import IdBounds, IdChecks
 
 
@@ -59,3 +63,24 @@ def test_ids_on_a_device_are_noted_and_not_read() -> None:
     vocabulary.require_inside(tp, ids, 5, "a table of {} rows")
     (noted,) = tp.id_checks._noted
     assert (noted.size, noted.bounds.shape, noted.bounds.device.type) == (5, (2,), "meta")
+
+
+def test_a_copy_has_arrived_when_the_device_of_the_value_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not when the current device is, which has nothing to do."""
+    device = torch.device("cuda", 1)
+    done: list[torch.device] = []
+
+    def stream(device: torch.device) -> Any:
+        event = SimpleNamespace(query=lambda: device in done)
+        return SimpleNamespace(record_event=lambda: event)
+
+    on_host = SimpleNamespace(copy_=lambda value, non_blocking: None)
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **named: on_host)
+    monkeypatch.setattr(torch.accelerator, "current_stream", stream)
+    copy = HostCopy(SimpleNamespace(device=device))  # type: ignore[arg-type]  # stands for one
+    done.append(torch.device("cuda", 0))
+    assert not copy.has_arrived()
+    done.append(device)
+    assert copy.has_arrived()

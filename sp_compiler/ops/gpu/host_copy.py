@@ -18,8 +18,8 @@ class HostCopy:
         self._values.copy_(value, non_blocking=True)
         self._event: Any = None
         if on_device:
-            self._event = torch.Event(device)
-            self._event.record()
+            # An event records on the current device, which need not be that of the value.
+            self._event = torch.accelerator.current_stream(device).record_event()
 
     def has_arrived(self) -> bool:
         """Return whether the numbers are there."""

@@ -219,7 +219,7 @@ def _combinations(
     # makes there are too many to try.
     for placement in choices[joined[0]]:
         if all(placement in choices[each] for each in joined):
-            alike = dict.fromkeys(joined, [placement])
+            alike = {each: [placement] for each in joined}
             yield from _products(operands, {**choices, **alike})
 
 

@@ -102,6 +102,10 @@ def _divergence(reduction: str, log_target: bool) -> Callable[[Tensor], Tensor]:
     return lambda x: F.kl_div(x.log_softmax(-1), target, reduction=reduction, log_target=log_target)
 
 
+def _several_labels(reduction: str) -> Callable[[Tensor], Tensor]:
+    return lambda x: F.multilabel_margin_loss(x, _SEVERAL, reduction=reduction)
+
+
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     f"soft, {reduction}, smoothed by {smoothing}": _soft(reduction, weight, smoothing)
     for reduction in ("none", "mean", "sum")
@@ -112,6 +116,7 @@ _FUNCTIONS |= {
     for reduction in ("none", "mean", "sum", "batchmean")
     for log_target in (False, True)
 }
+_FUNCTIONS |= {f"several labels, {r}": _several_labels(r) for r in ("none", "mean", "sum")}
 _FUNCTIONS |= {
     "soft, one sample": lambda x: F.cross_entropy(x[0], _SOFT[0]),
     "soft, classes first": lambda x: F.cross_entropy(x.T[None], _SOFT.T[None]),
@@ -120,12 +125,6 @@ _FUNCTIONS |= {
     "one log probability per row": lambda x: (
         x.float().log_softmax(-1, x.dtype).gather(1, _IDS[:, None])
     ),
-    **{
-        f"several labels, {reduction}": lambda x, reduction=reduction: F.multilabel_margin_loss(
-            x, _SEVERAL, reduction=reduction
-        )
-        for reduction in ("none", "mean", "sum")
-    },
     "several labels, one sample": lambda x: F.multilabel_margin_loss(x[0], _SEVERAL[0]),
     "likelihood, cast": lambda x: F.nll_loss(F.log_softmax(x.float(), 1, dtype=x.dtype), _IDS),
 }

@@ -145,11 +145,11 @@ def _flat(shape: tuple[int, ...], count: int) -> tuple[int, ...]:
 
 def _view(x: Node, shape: tuple[int, ...], like: Node | None = None) -> Node:
     args = (x, list(shape))
-    value = fake_value(aten.view.default, args, {})
+    # Rows that are expanded over the tokens lie nowhere side by side: they are copied.
+    target = aten.view.default if x.meta["val"].is_contiguous() else aten.reshape.default
+    value = fake_value(target, args, {})
     name = f"{x.name}_view"
-    view = make_like(
-        x.graph, aten.view.default, args, like=like or x, origin=Pass.CHUNK, name=name, val=value
-    )
+    view = make_like(x.graph, target, args, like=like or x, origin=Pass.CHUNK, name=name, val=value)
     if like is None:
         view.meta.pop("placement", None)
     return view

@@ -267,7 +267,8 @@ def _expand_tokens(graph: Graph) -> None:
     """
     for node in list(graph.nodes):
         tags = getattr(node.target, "tags", ())
-        if node.op != "call_function" or torch.Tag.pointwise not in tags:
+        is_single = isinstance(node.meta.get("val"), torch.Tensor)  # frexp has two results
+        if node.op != "call_function" or torch.Tag.pointwise not in tags or not is_single:
             continue
         result = shape_of(node)
         # Only (b, s, h): its rows of tokens are flattened together, and what is broadcast over

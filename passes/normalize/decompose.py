@@ -18,6 +18,7 @@ from sp_compiler.passes.normalize.einsum import contract
 from sp_compiler.passes.normalize.losses import (
     cross_entropy,
     kl_div,
+    multilabel_margin_loss,
     nll_loss,
     picked_log_probabilities,
 )
@@ -44,6 +45,7 @@ def canonical_operators(graph: Graph) -> None:
     - recurrent layers with dropout between them -> one operator per layer
     - ``gru_cell`` -> two projections and their gates; ``bilinear`` -> a product, sums of its rows
     - ``nll_loss`` of ``log_softmax(x)`` -> ``cross_entropy`` of ``x``; ``kl_div`` -> elementwise
+    - ``multilabel_margin_loss`` -> its definition
     - ``log_softmax(x).gather(-1, y)`` of a label per row -> ``-cross_entropy(x, y)``
     - ``_weight_norm(v, g)`` -> ``v * (g / norm(v))``
     - ``x[..., i::n]`` of a dim that n divides -> ``select`` from its last n elements side by side
@@ -324,6 +326,7 @@ _REWRITES: dict[object, Callable[[Node], None]] = {
     _aten.nll_loss_nd.default: nll_loss,
     _aten.gather.default: picked_log_probabilities,
     _aten.kl_div.default: kl_div,
+    _aten.multilabel_margin_loss.default: multilabel_margin_loss,
     _aten.type_as.default: _type_as,
     _aten.broadcast_to.default: _broadcast_to,
     _aten.broadcast_tensors.default: _broadcast_tensors,

@@ -138,5 +138,44 @@ def kl_div(node: Node) -> None:
     replace_with(node, losses)
 
 
+def multilabel_margin_loss(node: Node) -> None:
+    """Rewrite the loss to its definition, ``max(0, 1 - x[label] + x[other])`` over all such pairs.
+
+    PyTorch's own decomposition, which a trace of its gradient runs, also counts what stands behind
+    the -1 that ends a row of labels.
+    """
+    args = arguments(node)
+    x, target = args["self"], args["target"]
+    if len(shape_of(x)) < 2:
+        x, target = (_call(node, _aten.unsqueeze.default, each, 0) for each in (x, target))
+    classes = shape_of(x)[-1]
+    ends = _call(node, _aten.eq.Scalar, target, -1)
+    is_label = _call(node, _aten.eq.Scalar, _call(node, _aten.cumsum.default, ends, -1), 0)
+    labels = _call(node, _aten.mul.Tensor, target, is_label)  # 0 where there is none
+    all_classes = _call(node, _aten.arange.default, classes, device=target.meta["val"].device)
+    named = _call(node, _aten.eq.Tensor, _column(node, labels), all_classes)
+    named = _call(node, _aten.bitwise_and.Tensor, named, _column(node, is_label))
+    others = _call(node, _aten.logical_not.default, _call(node, _aten.any.dim, named, -2))
+    pairs = _call(node, _aten.unsqueeze.default, others, -2)
+    pairs = _call(node, _aten.bitwise_and.Tensor, pairs, _column(node, is_label))
+    picked = _column(node, _call(node, _aten.gather.default, x, -1, labels))
+    margins = _call(node, _aten.sub.Tensor, _call(node, _aten.unsqueeze.default, x, -2), picked)
+    margins = _call(node, _aten.relu.default, _call(node, _aten.add.Tensor, margins, 1))
+    losses = _call(node, _aten.mul.Tensor, margins, pairs)
+    losses = _call(
+        node, _aten.div.Tensor, _call(node, _aten.sum.dim_IntList, losses, [-2, -1]), classes
+    )
+    if args["reduction"]:
+        reduce = _aten.mean.default if args["reduction"] == _MEAN else _aten.sum.default
+        losses = _call(node, reduce, losses)
+    else:
+        losses = _call(node, _aten.reshape.default, losses, list(shape_of(node)))
+    replace_with(node, losses)
+
+
+def _column(node: Node, x: Node) -> Node:
+    return _call(node, _aten.unsqueeze.default, x, -1)
+
+
 def _call(node: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
     return insert_call(node, target, args, kwargs, origin=_ORIGIN)

@@ -118,9 +118,10 @@ class _Checker:
             if not _is_unreadable(error):
                 raise PlacementError(Pass.CHECK, self._refusal(node, error), node) from error
             self._derive(node, str(error.__cause__ or error).strip().splitlines()[0])
-        # Failures inside the checker itself. Before RuntimeError: NotImplementedError is a
+        # Failures inside the checker itself, or of a torch function that takes other arguments than
+        # the operator of its name (tensordot). Before RuntimeError: NotImplementedError is a
         # subclass.
-        except (AssertionError, NotImplementedError, TypeError) as error:
+        except (AssertionError, LookupError, NotImplementedError, TypeError, ValueError) as error:
             self._derive(node, f"spmd_types cannot type {node.target}: {error}")
         # The operator itself refuses: the shapes do not fit, whatever the types.
         except RuntimeError as error:

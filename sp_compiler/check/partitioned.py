@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+import torch
 from torch.fx import Graph, Node
 
 from sp_compiler.base.errors import PlacementError
@@ -23,8 +24,10 @@ from sp_compiler.ir.forward_backward import LookAhead, Partitioned, SplitBackwar
 from sp_compiler.ir.fx import tensor_operands
 from sp_compiler.ir.op_traits import FILLED, is_started, is_wait
 from sp_compiler.ir.program import Region
+from sp_compiler.ir.symbolic import same_shape
 
 _PASS = Pass.CHECK
+_JOINS = (torch.ops.aten.cat.default, torch.ops.aten.stack.default)
 Types = dict[Node, list[Results]]
 """Every derivable placement of each node's results."""
 
@@ -189,16 +192,43 @@ def _derive(node: Node, types: Types, world_size: int) -> list[Results]:
         if operand.target in FILLED:  # also a shard in the segments of the other operands
             dims = [placement.dim for placement in choices if placement.is_sharded]
             choices += [S(dim, parts) for dim in dims for parts in sorted(segments - {()})]
-    # A product over the operands, but few nodes have more than one reading.
     derived: dict[Results, None] = {}
-    for placements in itertools.product(*options):
-        # A node that occurs twice has one placement: ``x * x`` with x read as S(0) and as R at
-        # once would be neither.
-        if len({*operands}) == len({*zip(operands, placements, strict=True)}):
-            derived.update(dict.fromkeys(derive(node, placements, world_size)))
+    for placements in _combinations(node, operands, options):
+        derived.update(dict.fromkeys(derive(node, placements, world_size)))
     if not derived:
         _refuse(node, operands, [choices[0] for choices in options], world_size)
     return list(derived)
+
+
+def _combinations(
+    node: Node, operands: Sequence[Node], options: Sequence[Sequence[Placement]]
+) -> Iterator[tuple[Placement, ...]]:
+    """Yield what the operands can be at once, one placement for each operand."""
+    # A node that occurs twice has one placement: ``x * x`` with x read as S(0) and as R at once
+    # would be neither.
+    choices = dict(zip(operands, options, strict=True))
+    joined: list[Node] = []
+    if node.target in _JOINS:
+        # All but the empty vectors that ``cat`` ignores.
+        joined = [each for each in choices if not same_shape(each.meta["val"].shape, (0,))]
+    if not joined:
+        # Few of these nodes have more than one operand with more than one reading.
+        yield from _products(operands, choices)
+        return
+    # What is joined is placed alike: any other combination would be refused, and of all that a loop
+    # makes there are too many to try.
+    for placement in choices[joined[0]]:
+        if all(placement in choices[each] for each in joined):
+            alike = {each: [placement] for each in joined}
+            yield from _products(operands, {**choices, **alike})
+
+
+def _products(
+    operands: Sequence[Node], choices: Mapping[Node, Sequence[Placement]]
+) -> Iterator[tuple[Placement, ...]]:
+    for placements in itertools.product(*choices.values()):
+        chosen = dict(zip(choices, placements, strict=True))
+        yield tuple(chosen[operand] for operand in operands)
 
 
 def _refuse(

@@ -41,7 +41,9 @@ def row_of(node: Node) -> Row | None:
     row = ROWS.get(schema_name(node))
     if row is not None or not isinstance(node.target, torch._ops.OpOverload):
         return row
-    return _POINTWISE_ROW if torch.Tag.pointwise in node.target.tags else None
+    # Of several results (frexp) a row would have to name each.
+    is_single = len(node.target._schema.returns) == 1
+    return _POINTWISE_ROW if is_single and torch.Tag.pointwise in node.target.tags else None
 
 
 def rule_for(node: Node) -> OpRule | None:

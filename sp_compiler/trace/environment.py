@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from sp_compiler.base.autocast import explicit_einsum
 from sp_compiler.base.errors import CaptureError, UnsupportedError
@@ -323,6 +324,9 @@ def capture_error(
     advice = "the model's forward must run as it is on these inputs; run it once without compiling"
     # Torch 2.11 gets as far as comparing such an object with a constant.
     unknown_class = ("register a pytree", "register_dataclass", "unhashable type")
+    if isinstance(error, DynamicOutputShapeException):  # ctc_loss, lstsq
+        text = f"the size of a result of {error.func} depends on the numbers in a tensor"
+        advice = "let the model return the operands, and call this operator outside of forward"
     if ".numpy()" in text:
         advice = (
             "a traced tensor has no numbers for NumPy; compute with torch's functions in forward"

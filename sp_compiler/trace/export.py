@@ -37,6 +37,7 @@ from sp_compiler.trace.environment import check_capturable
 from sp_compiler.trace.exporting import Export, ExportRun, refuse_text
 from sp_compiler.trace.lift_casts import lift_casts_to_float64
 from sp_compiler.trace.masked_rows import compute_all_rows
+from sp_compiler.trace.strides import index_strided
 
 _aten = torch.ops.aten
 
@@ -141,6 +142,7 @@ def _captured(
     open_dims: bool,
 ) -> Captured:
     exported = export.exported
+    index_strided(exported.graph_module.graph)  # while strides are those of the model's own code
     # Placeholders get their final form first: the values computed from them are propagated last.
     compute_all_rows(exported.graph_module.graph)
     inline_sizes(exported.graph_module.graph)

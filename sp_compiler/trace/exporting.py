@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.export import ExportedProgram
-from torch.fx import Graph
+from torch.fx import Graph, GraphModule
 
 from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.ir.fx import arguments, calls
@@ -99,7 +99,7 @@ class ExportRun:
                 )
                 text = str(exported.graph)
                 _unfreeze(exported.graph_module.graph)
-                _write_eps(exported.graph_module.graph)
+                _write_eps(exported.graph_module)
                 exported = functionalize(exported)
             except DataDependentError as error:  # its text has all that torch's would say
                 raise capture_error(self.model, error, reads) from None
@@ -133,13 +133,15 @@ def _unfreeze(graph: Graph) -> None:
         env.frozen = False
 
 
-def _write_eps(graph: Graph) -> None:
+def _write_eps(module: GraphModule) -> None:
     """Give norms the ``eps`` that their kernels take for operands of this dtype."""
-    # Otherwise the graph would be another function in float64, in which it is verified.
-    for node in calls(graph, torch.ops.aten.rms_norm.default):
-        values, shape, weight, eps = arguments(node).values()
-        node.args = values, shape, weight, kernel_eps(eps, values.meta["val"].dtype)
-        node.kwargs = {}
+    # Otherwise the graph would be another function in float64, in which it is verified. What the
+    # model computes under an autocast of its own is still in a subgraph.
+    for part in (each for each in module.modules() if isinstance(each, GraphModule)):
+        for node in calls(part.graph, torch.ops.aten.rms_norm.default):
+            values, shape, weight, eps = arguments(node).values()
+            node.args = values, shape, weight, kernel_eps(eps, values.meta["val"].dtype)
+            node.kwargs = {}
 
 
 def kernel_eps(eps: float | None, dtype: torch.dtype) -> float:

@@ -24,8 +24,9 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses import FakeTensor, FakeTensorMode
 
-from sp_compiler.base.errors import PassError
+from sp_compiler.base.errors import PassError, UnsupportedError
 from sp_compiler.base.pass_report import Pass, report_of
+from sp_compiler.base.provenance import node_origin
 from sp_compiler.base.python_text import identifier
 from sp_compiler.ir.fx import ancestors, carries_gradient
 from sp_compiler.ir.op_traits import RESULT_NAMES
@@ -239,15 +240,7 @@ def _rebuild(traced: fx.Graph, region: Region) -> JointGraph:
     # Only outputs that need a gradient have one, so their numbers have gaps.
     for index in sorted(tangents):
         _copy_placeholder(graph, tangents[index], f"grad_out{index}", copies)
-    for node in traced.nodes:
-        if node.op == "call_function":
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-            # "getitem_7" says nothing; the generated code shows these names.
-            if node.target is operator.getitem:
-                source, index = node.args
-                names = RESULT_NAMES.get(source.target, ())
-                unnamed = f"{source.target.__name__.split('.')[0]}_out{index}"
-                copies[node]._rename(names[index] if index < len(names) else unnamed)
+    _copy_calls(traced, graph, copies)
     # By descriptor and not by position: inputs without gradient have none in PyTorch's order.
     outputs, grads = _results(traced)
     num_inputs, num_outputs = len(inputs), len(outputs)
@@ -272,6 +265,36 @@ def _copy_placeholder(
     copies[node] = graph.placeholder(name)
     # The descriptor and all else in the meta are PyTorch's own.
     copies[node].meta = {"val": node.meta["val"]}
+
+
+def _copy_calls(traced: fx.Graph, graph: fx.Graph, copies: dict[fx.Node, fx.Node]) -> None:
+    for node in traced.nodes:
+        if node.op == "get_attr":
+            copies[node] = _constant(node, graph)
+        if node.op == "call_function":
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            # "getitem_7" says nothing; the generated code shows these names.
+            if node.target is operator.getitem:
+                source, index = node.args
+                names = RESULT_NAMES.get(source.target, ())
+                unnamed = f"{source.target.__name__.split('.')[0]}_out{index}"
+                copies[node]._rename(names[index] if index < len(names) else unnamed)
+
+
+def _constant(node: fx.Node, graph: fx.Graph) -> fx.Node:
+    """Make what an autograd function of the user's makes by ``torch.tensor(number)``."""
+    (value,) = (user.meta["val"] for user in list(node.users)[:1])
+    tensor = getattr(node.graph.owning_module, str(node.target))
+    number = tensor.flatten()[:1].tolist()
+    if not number or not bool((tensor == number[0]).all()):
+        raise UnsupportedError(
+            "a torch.autograd.Function makes a tensor of several numbers (torch.tensor([...])); "
+            f"make it outside and pass it to apply()\n{node_origin(node)}"
+        )
+    options = {"dtype": tensor.dtype, "device": value.device}
+    constant = graph.call_function(aten.full.default, (list(tensor.shape), number[0]), options)
+    constant.meta = {**node.meta, "val": value}
+    return constant
 
 
 def _is_tangent(node: fx.Node) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 from torch.fx import Node
 
 from sp_compiler.base.errors import PlacementError
@@ -31,6 +32,7 @@ from tests.helpers.sharded_regions import (
     drop,
     is_identity,
     misplace,
+    sharded,
 )
 from tests.models import zoo
 
@@ -191,3 +193,14 @@ def test_a_refusal_names_operator_module_and_line(gpt2: Program) -> None:
         assert re.search(r'File ".*\.py", line \d+', text)
         assert "aten." in text
         assert "S(0)" in text
+
+
+def test_types_an_operator_whose_torch_function_takes_other_arguments() -> None:
+    """``torch.tensordot`` takes both lists of dims as one argument."""
+
+    def product(x: Tensor) -> Tensor:
+        return torch.tensordot(x, x, dims=1)
+
+    region = sharded(product, {"x": ((4, 4), "R")}, "R", "Product")
+    (trusted,) = check_forward(region, WORLD).trusted
+    assert trusted[0].target is torch.ops.aten.tensordot.default

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from sp_compiler.base.errors import PlacementError
 from sp_compiler.base.placement import P, S
-from sp_compiler.check import check_partitioned
+from sp_compiler.check import check_partitioned, partitioned
 from sp_compiler.codegen.module_text import CompiledRegion, printed_regions
 from sp_compiler.ir.forward_backward import Partitioned
 from sp_compiler.ir.op_traits import is_wait
@@ -118,5 +120,26 @@ def test_a_value_read_twice_has_one_placement() -> None:
     check_partitioned(right, parts, tangents, WORLD)
     # As if ones of (8, 4), sharded by rows, had been multiplied by ones of (4, 4).
     wrong = replace(right, input_placements=(S(0),), output_placements=(S(0),))
+    with pytest.raises(PlacementError):
+        check_partitioned(wrong, parts, tangents, WORLD)
+
+
+@pytest.mark.parametrize("join", [torch.stack, torch.cat])
+def test_what_is_joined_is_read_alike(join: Callable[..., Tensor]) -> None:
+    """Each of the zeros has four readings, so together they would have hundreds."""
+
+    def joined(x: Tensor) -> Tensor:
+        zeros = [torch.zeros(4, 4, dtype=x.dtype) for _ in range(4)]
+        empty = [torch.zeros(0, dtype=x.dtype)] if join is torch.cat else []
+        return join([*empty, *zeros, x * 2])
+
+    right = sharded(joined, {"x": ((4, 4), "R")}, "R", "Joined")
+    compiled = compile_region(right, recompute="none")
+    parts, tangents = compiled.partitioned, compiled.joint.tangent_outputs
+    with mock.patch.object(partitioned, "derive", wraps=partitioned.derive) as derive:
+        check_partitioned(right, parts, tangents, WORLD)
+    assert derive.call_count < 20
+    # Rows of x that are one rank's, beside zeros that are all there: rows would be missing.
+    wrong = replace(right, input_placements=(S(0),))
     with pytest.raises(PlacementError):
         check_partitioned(wrong, parts, tangents, WORLD)

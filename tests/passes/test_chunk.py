@@ -100,10 +100,10 @@ def chunked(loss: Loss, count: int) -> tuple[JointGraph, JointGraph, PassReport]
     return joint, result, report
 
 
-def run(joint: JointGraph) -> Any:
+def run(joint: JointGraph, rows: int = N) -> Any:
     generator = torch.Generator().manual_seed(0)
-    x, w = (torch.randn(*s, dtype=torch.float64, generator=generator) for s in ((N, H), (V, H)))
-    y = torch.randint(V, (N,), generator=generator)
+    x, w = (torch.randn(*s, dtype=torch.float64, generator=generator) for s in ((rows, H), (V, H)))
+    y = torch.randint(V, (rows,), generator=generator)
     y[2] = -100
     shapes = [tuple(tangent.meta["val"].shape) for tangent in joint.tangents]
     tangents = [torch.full(shape, 0.7, dtype=torch.float64) for shape in shapes]
@@ -152,6 +152,19 @@ def test_chunks_give_the_same_numbers(name: str, count: int) -> None:
     large = [n for n in result.graph.nodes if n.op == "call_function" and _rows(n) == (N, V)]
     assert not large, "logits of all rows"
     for got, expected in zip(run(result), run(joint), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-14, atol=1e-15)
+
+
+def test_what_is_expanded_over_tokens_is_cut() -> None:
+    """A number for each of two sequences, as of a dropped path: its rows are no view."""
+
+    def scaled(logits: Tensor, y: Tensor) -> Tensor:
+        scale = torch.arange(1, 3, dtype=logits.dtype).view(2, 1, 1).expand(2, 4, 1)
+        return nll((logits.view(2, 4, V) * scale).view(8, V), y).mean()
+
+    joint = joint_of(scaled, rows=8)
+    (result,) = chunk(joint, 1, (3,))
+    for got, expected in zip(run(result, 8), run(joint, 8), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-14, atol=1e-15)
 
 

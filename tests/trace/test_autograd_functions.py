@@ -236,3 +236,29 @@ def test_calls_go_with_the_program_that_names_them() -> None:
     gc.collect()
     assert call() is None
     assert len(autograd_functions._CALLS) == before
+
+
+class Floored(Function):
+    """Numbers that are made inside, as the masked softmax of DeBERTa makes its lowest one."""
+
+    numbers: Any = 0.5
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.masked_fill(x < 0.5, torch.tensor(0.5, dtype=x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * (x >= 0.5) * torch.tensor(Floored.numbers, dtype=x.dtype)
+
+
+def test_it_may_make_a_tensor_of_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _model(lambda x, scale: Floored.apply(x * scale))
+    compiled = build(model, (_x(),), {}, CompileOptions(tp=2))
+    step = simulate_step(compiled, dict(model.named_parameters()), {}, [_x()], SEED)
+    assert gradient_error(step.grads, _eager_grads(model, _x())) < 1e-12
+    monkeypatch.setattr(Floored, "numbers", [1.0, *[2.0] * (2 * _WIDTH - 1)])
+    with pytest.raises(UnsupportedError, match="several numbers"):
+        build(model, (_x(),), {}, CompileOptions(tp=2))

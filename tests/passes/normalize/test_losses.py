@@ -6,14 +6,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.helpers import parity
 from tests.helpers.normalized import body, normalized, outputs, randn
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 _IDS = torch.tensor([1, 0, 3])
+_SEVERAL = torch.tensor([[3, 5, -1, *range(5)], [2, 2, *[-1] * 6], [*range(7), 0]])
 _SOFT = randn(3, 8).softmax(-1)
 _WEIGHT = randn(8).abs()
 
@@ -100,6 +102,10 @@ def _divergence(reduction: str, log_target: bool) -> Callable[[Tensor], Tensor]:
     return lambda x: F.kl_div(x.log_softmax(-1), target, reduction=reduction, log_target=log_target)
 
 
+def _several_labels(reduction: str) -> Callable[[Tensor], Tensor]:
+    return lambda x: F.multilabel_margin_loss(x, _SEVERAL, reduction=reduction)
+
+
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     f"soft, {reduction}, smoothed by {smoothing}": _soft(reduction, weight, smoothing)
     for reduction in ("none", "mean", "sum")
@@ -110,6 +116,7 @@ _FUNCTIONS |= {
     for reduction in ("none", "mean", "sum", "batchmean")
     for log_target in (False, True)
 }
+_FUNCTIONS |= {f"several labels, {r}": _several_labels(r) for r in ("none", "mean", "sum")}
 _FUNCTIONS |= {
     "soft, one sample": lambda x: F.cross_entropy(x[0], _SOFT[0]),
     "soft, classes first": lambda x: F.cross_entropy(x.T[None], _SOFT.T[None]),
@@ -118,6 +125,7 @@ _FUNCTIONS |= {
     "one log probability per row": lambda x: (
         x.float().log_softmax(-1, x.dtype).gather(1, _IDS[:, None])
     ),
+    "several labels, one sample": lambda x: F.multilabel_margin_loss(x[0], _SEVERAL[0]),
     "likelihood, cast": lambda x: F.nll_loss(F.log_softmax(x.float(), 1, dtype=x.dtype), _IDS),
 }
 
@@ -132,3 +140,17 @@ def test_values_and_gradients(name: str) -> None:
         torch.autograd.grad(y, x, torch.ones_like(y)) for y in (found, expected)
     )
     torch.testing.assert_close(grad, expected_grad, rtol=1e-13, atol=1e-13)
+
+
+def test_labels_end_at_the_first_minus_one_in_a_compiled_step() -> None:
+    """PyTorch's own decomposition of this loss, which traces of gradients run, reads on."""
+
+    class Labelled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(randn(3, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.multilabel_margin_loss(x * self.weight, _SEVERAL)
+
+    parity.assert_parity(parity.make_case(Labelled(), {"x": randn(3, 8)}), tp=1)

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sp_compiler.ir.fx import arguments, calls, is_call
 from sp_compiler.passes.normalize import normalize
 from sp_compiler.trace.export import capture
+from tests.helpers import parity
 from tests.helpers.normalized import body, normalized, outputs, randn, text
 from tests.models import zoo
 from tests.trace.test_export import largest_error, run
@@ -163,3 +164,14 @@ def test_operand_without_batch_is_expanded(size: tuple[int, ...]) -> None:
 def test_other_broadcasts_stay(size: tuple[int, ...]) -> None:
     captured = normalized(torch.add, randn(2, 3, 4), randn(*size))
     assert body(captured)[0] == "%2 = aten.add.Tensor(%0, %1) : f64[2, 3, 4]"
+
+
+def test_a_pointwise_operator_with_two_results() -> None:
+    class Exponents(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return (y * torch.frexp(y.detach()).exponent).sum()
+
+    torch.manual_seed(0)
+    case = parity.make_case(Exponents(4, 8).double(), {"x": randn(2, 6, 4)})
+    parity.assert_parity(case, tp=2)

@@ -57,6 +57,9 @@ class Hardware:
             of the tensor-parallel group.
         host: copies to or from the host's memory, in one direction.
         network: this device's share of the network between nodes, in one direction.
+        random_g_per_s: rate at which code that runs as written (``backend="eager"``) draws random
+            numbers, in 1e9 per second; ``None`` where that takes no longer than to move them, as in
+            one kernel of a GPU.
 
     Raises:
         ArgumentError: a rate that is not positive, or missing dtypes or collectives.
@@ -69,6 +72,7 @@ class Hardware:
     interconnect: Mapping[str, Link]
     host: Link
     network: Link
+    random_g_per_s: float | None = None
 
     def __post_init__(self) -> None:
         rates = {
@@ -77,6 +81,8 @@ class Hardware:
             "network.gb_per_s": self.network.gb_per_s,
             **{f"interconnect.{k}.gb_per_s": v.gb_per_s for k, v in self.interconnect.items()},
         }
+        if self.random_g_per_s is not None:
+            rates["random_g_per_s"] = self.random_g_per_s
         for name in ("peak_tflops", "achieved_tflops"):
             given = getattr(self, name)
             # Every other dtype can run as float32; a profile without 16 bits is of no use here.
@@ -115,6 +121,10 @@ class Hardware:
     def memory_bytes_per_us(self) -> float:
         return self.memory_gb_per_s * 1e3
 
+    def drawn_us(self, count: float) -> float:
+        """Return the time in which code as written draws ``count`` random numbers."""
+        return 0.0 if self.random_g_per_s is None else count / (self.random_g_per_s * 1e3)
+
     @property
     def link_bytes_per_us(self) -> float:
         """Bandwidth of an all-gather over the interconnect, in bytes per microsecond."""
@@ -143,6 +153,8 @@ def _toml(hardware: Hardware) -> str:
         lines.append(f"{kind} = {{ {pairs} }}")
     for table in ("host", "network"):
         lines += ["", f"[{table}]", *(f"{k} = {json.dumps(v)}" for k, v in values[table].items())]
+    if hardware.random_g_per_s is not None:
+        lines += ["", "[random]", f"g_per_s = {json.dumps(hardware.random_g_per_s)}"]
     return "\n".join(lines) + "\n"
 
 
@@ -182,6 +194,7 @@ def _read(path: Path) -> Hardware:
             {kind: Link(**link) for kind, link in values["interconnect"].items()},
             Link(**values["host"]),
             Link(**values["network"]),
+            values["random"]["g_per_s"] if "random" in values else None,
         )
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)

@@ -14,12 +14,14 @@ import torch.distributed as dist
 
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.cost.hardware import Hardware, Link, hardware_of
-from sp_compiler.ops.communicator import FunctionalCollectives
+from sp_compiler.ops.communicator import Communicator, FunctionalCollectives
 from sp_compiler.ops.convert import LINK_CROSSINGS
+from sp_compiler.ops.dropout import dropout
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _MATRIX_SIZES = (256, 512, 1024, 2048, 4096, 8192)
 _COPY_BYTES = 256 << 20
+_RANDOM_SHAPE = (1 << 12, 1 << 12)
 _SMALL_BYTES, _LARGE_BYTES = 1 << 10, 64 << 20
 # A product that takes longer than this is the last of its dtype: the larger take eight times that.
 _LONG_S = 0.05
@@ -36,7 +38,7 @@ def profile(
     """Measure this machine; ``hardware=`` takes the result or the path of its file.
 
     Measures products of square matrices of several sizes in 16, 32 and 64 bits, copies in the
-    device's memory and to the host and, in a process group of several ranks, all-gathers,
+    device's memory and to the host, dropout and, in a process group of several ranks, all-gathers,
     reduce-scatters and all-reduces of small and large tensors. It takes seconds to a minute; other
     work on the machine distorts the result.
 
@@ -78,6 +80,7 @@ def profile(
         host=_copy(where, torch.device("cpu")),
         # A group of tensor-parallel ranks lies inside a node: nothing crosses the network here.
         network=other.network,
+        random_g_per_s=_random(where),
     )
     if group is not None and group.size() > 1:
         # One profile for all: ranks that estimate differently would compile different programs.
@@ -105,6 +108,14 @@ def _product_tflops(dtype: torch.dtype, device: torch.device) -> tuple[float, fl
         if time_s > _LONG_S:
             break
     return max(rates), rates[-1]
+
+
+def _random(device: torch.device) -> float:
+    """Return how many random numbers dropout draws, in 1e9 per second."""
+    x = torch.ones(_RANDOM_SHAPE, device=device)
+    seed = torch.zeros((), dtype=torch.int64, device=device)
+    draw = partial(dropout, Communicator(None, 0, 1), x, seed, 0.1, 0, 0, 1)
+    return x.numel() / 1e9 / _time_s(draw, device)
 
 
 def _copy(source: torch.device, target: torch.device) -> Link:

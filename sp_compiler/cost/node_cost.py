@@ -180,7 +180,11 @@ def compute_us(
     if fused is not None and node in fused:
         return kernel_us(0, fused[node], product_dtype(node), hardware)
     _, flops = node_flops(node)
-    return kernel_us(flops, _moved_bytes(node), product_dtype(node), hardware)
+    time_us = kernel_us(flops, _moved_bytes(node), product_dtype(node), hardware)
+    ours = operator_of(node.target)
+    if ours is not None and ours.placed:  # its numbers are drawn
+        time_us = max(time_us, hardware.drawn_us(node.meta["val"].numel()))
+    return time_us
 
 
 def _moved_bytes(node: Node) -> int:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from sp_compiler.cost.fused_kernels import fused_bytes
+from sp_compiler.cost.hardware import H100
 from sp_compiler.cost.node_cost import compute_us
+from sp_compiler.ops.dropout import DROPOUT
 from sp_compiler.ops.vocabulary import VOCAB_EMBEDDING
 from tests.helpers.graph_builder import GraphBuilder, convert
 
@@ -71,3 +75,15 @@ def test_of_a_table_the_rows_that_are_picked_are_read() -> None:
     assert [compute_us(node) for node in picked] == [times[1]] * 3
     # A row more or less in the operand is read as a whole.
     assert compute_us(b.call(aten.neg.default, huge)) > 1000 * times[2]
+
+
+def test_code_as_written_takes_time_to_draw_and_a_fused_kernel_does_not() -> None:
+    b = GraphBuilder()
+    x = b.input("x", 64, 64)
+    seed = b.input("seed", dtype=torch.int64)
+    dropped = b.call(DROPOUT.overload, x, seed, 0.1, 0, 0, 1)
+    graph = b.output(b.call(aten.exp.default, dropped))
+    slow = replace(H100, random_g_per_s=1e-3)
+    assert compute_us(dropped, slow) == 64 * 64
+    assert compute_us(dropped, slow, fused_bytes(graph)) < 1
+    assert compute_us(dropped, H100) == compute_us(dropped, replace(H100, random_g_per_s=1e6)) < 1

@@ -67,6 +67,8 @@ def test_what_is_no_profile(tmp_path: Path) -> None:
         Hardware("x", rates, rates, 1.0, links, Link(-1, 1.0), link)
     with pytest.raises(ArgumentError, match=r"network.gb_per_s=0"):
         Hardware("x", rates, rates, 1.0, links, link, Link(1.0, 0))
+    with pytest.raises(ArgumentError, match=r"random_g_per_s=0"):
+        Hardware("x", rates, rates, 1.0, links, link, link, 0)
     with pytest.raises(ArgumentError, match=r"interconnect has all_gather; expected"):
         Hardware("x", rates, rates, 1.0, {"all_gather": link}, link, link)
 
@@ -106,9 +108,11 @@ def test_a_plan_is_of_the_hardware() -> None:
 def test_a_measurement_is_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_MATRIX_SIZES", (32, 64))
     monkeypatch.setattr(measure, "_COPY_BYTES", 1 << 20)
+    monkeypatch.setattr(measure, "_RANDOM_SHAPE", (64, 64))
     path = tmp_path / "here.toml"
     measured = sp_compiler.profile(path, device="cpu", interconnect="a100")
     assert hardware_of(path) == measured
+    assert measured.random_g_per_s is not None
     assert measured.name.endswith("threads")
     assert measured.interconnect == hardware_of("a100").interconnect
     assert measured.network == hardware_of("a100").network

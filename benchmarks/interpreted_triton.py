@@ -43,6 +43,10 @@ class Products:
     def __getattr__(self, name):
         return getattr(torch, name)
 
+    def convolution(self, *args, **kwargs):
+        # In the layout of cuDNN: the CPU's own kernels put channels last.
+        return torch.convolution(*args, **kwargs).contiguous()
+
 
 class Library:
     """Functions of CUDA's library by those of Triton."""
@@ -52,6 +56,10 @@ class Library:
 
     def tanh(self, x):
         return 2 * tl.sigmoid(2 * x) - 1
+
+    def log1p(self, x):
+        sum = 1 + x  # what is rounded off in it is made good
+        return tl.where(sum == 1, x, tl.log(sum) * (x / (sum - 1)))
 
     def isnan(self, x):
         return x != x

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -126,5 +127,9 @@ def inductor(function: Callable[..., Any]) -> Fused:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or its type if it has none."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    """Return the first line of an error's message, or its type if it has none.
+
+    Without addresses, so that it is the same on all ranks and in every run.
+    """
+    line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return re.sub(r" at 0x[0-9a-f]+", "", line)

@@ -26,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from sp_compiler.inductor.fused import Fused, TracingRank
+from sp_compiler.inductor.fused import Fused, TracingRank, first_line
 from sp_compiler.inductor.lowering import _PINNED, _arrangement
 from sp_compiler.inductor.shortcuts import (
     equal_bounds_kept,
@@ -284,3 +284,10 @@ def test_what_cannot_be_traced_runs_as_written() -> None:
     assert not compiled.is_traced
     got, expected = _on_rank(compiled, 0, torch.ones(4))
     assert torch.equal(got, expected)
+
+
+def test_reasons_are_the_same_on_all_ranks() -> None:
+    assert (
+        first_line(ValueError(f"{first_line} is none\nand more")) == "<function first_line> is none"
+    )
+    assert first_line(KeyError()) == "KeyError"

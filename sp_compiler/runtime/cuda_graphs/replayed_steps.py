@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -145,7 +146,7 @@ class ReplayedSteps:
             torch.is_grad_enabled()
             and not self._deferred.enabled
             and not self._deferred.pending
-            and any(x.requires_grad for x in (*self._tensors[0].values(), *_tensors(leaves)))
+            and any(x.requires_grad for x in chain(self._tensors[0].values(), _tensors(leaves)))
         )
 
     def _drop_moved(self) -> None:

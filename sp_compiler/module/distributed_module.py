@@ -32,6 +32,7 @@ from sp_compiler.module.inspection import Inspection
 from sp_compiler.module.module_tree import Layout, fill_mirror
 from sp_compiler.module.optimizer_state import show_true_state
 from sp_compiler.module.outputs import plain_input
+from sp_compiler.module.shared_memory import check_memory_apart
 from sp_compiler.module.source_model import Original, check_not_taken, generate, move_hooks
 from sp_compiler.module.state import Build, ModuleState
 from sp_compiler.module.views import SignedForward
@@ -91,7 +92,8 @@ class DistributedModule(Inspection, Weights):
         cuda_graphs: whether steps are recorded and replayed.
 
     Raises:
-        ArgumentError: the model was compiled before, or an optimizer holds its parameters.
+        ArgumentError: the model was compiled before, or an optimizer holds its parameters; on
+            several ranks, a parameter shares memory with another one or with a buffer.
     """
 
     def __init__(
@@ -107,6 +109,8 @@ class DistributedModule(Inspection, Weights):
     ) -> None:
         # Everything that may refuse comes before the first storage changes hands.
         check_not_taken(model)
+        if group.mesh is not None:
+            check_memory_apart(model)
         # FSDP makes DTensors without "tp" too.
         if group.mesh is not None or group.data.mesh is not None:
             check_sharded_gradients_first()

@@ -15,6 +15,7 @@ from sp_compiler.grid.data_parallel import apply_data_parallelism
 from sp_compiler.grid.gathered import GatheredParameters
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.module.distributed_module import DistributedModule
+from sp_compiler.module.shared_memory import check_memory_apart
 from sp_compiler.module.views import NamedTensors
 from sp_compiler.pipeline_parallel.axes import PipelineAxis
 from sp_compiler.pipeline_parallel.stage_program import Stage
@@ -35,6 +36,8 @@ class StageParameters:
     """
 
     def __init__(self, module: DistributedModule, axis: PipelineAxis) -> None:
+        if axis.size > 1:
+            check_memory_apart(module)
         self.module = module
         self._state = module._sp_state
         self._axis = axis

@@ -32,7 +32,7 @@ from sp_compiler.ir.program import Ref
 from sp_compiler.trace.attributes.changes import replaced_forward
 from sp_compiler.trace.tracer_patches import warned_of_symbols_in_text
 
-_CASTS: dict[object, Callable[[Any], Any]] = {
+_CASTS: dict[object, Callable[..., Any]] = {
     Tensor.item: lambda value: value,
     Tensor.__bool__: bool,
     Tensor.is_nonzero: bool,
@@ -41,8 +41,9 @@ _CASTS: dict[object, Callable[[Any], Any]] = {
     Tensor.__index__: operator.index,
     Tensor.__float__: float,
     Tensor.__complex__: complex,
+    Tensor.__format__: format,
 }
-"""Functions that make a Python number of a tensor, and how they do it of its item."""
+"""Functions that make a Python number of a tensor, or its text, and how they do it of its item."""
 _TESTS: dict[object, Callable[..., Any]] = {
     torch.equal: lambda x, other: x.shape == other.shape and (x == other).all(),
     Tensor.equal: lambda x, other: x.shape == other.shape and (x == other).all(),
@@ -152,6 +153,12 @@ def _node_of(tensor: Tensor) -> Node | None:
     return None if slot is None else slot.proxy.node
 
 
+def _read_node(func: Any, tensor: Tensor) -> Node | None:
+    """Return the node of the number that ``func``, one of the casts, reads of ``tensor``."""
+    # The text of a tensor with dims is that of all its elements.
+    return None if func is Tensor.__format__ and tensor.ndim else _node_of(tensor)
+
+
 @dataclass(frozen=True)
 class _Sources:
     """Sources of the numbers of traced values.
@@ -216,18 +223,18 @@ class _ReadMode(TorchFunctionMode):
         if func in _TESTS:
             with self:  # which is off in here
                 return bool(_TESTS[func](*args, **(kwargs or {})))
-        # Module.to() assigns a parameter to itself where nothing is to be done.
-        if func in _UNSEEN and args[0] is not args[-1]:
-            raise CaptureError(f"the forward {_UNSEEN[func]}: {user_line()}")
-        if func in _CASTS and (node := _node_of(args[0])) is not None:
+        if func in _CASTS and (node := _read_node(func, args[0])) is not None:
             parts = _computation(node)
             refusal = next(filter(None, map(self._sources.refusal, parts)), "")
             if not refusal and _is_cast(parts):
                 refusal = "a computation under an autocast of its own"
             if not refusal:
-                return _CASTS[func](self._decide(node, parts))
+                return _CASTS[func](self._decide(node, parts), *args[1:])
             # Torch may still have an answer (a constant), or nobody may use what it returns.
             self._reads.refused = self._reads.refused or (user_line(), refusal)
+        # Module.to() assigns a parameter to itself where nothing is to be done.
+        if func in _UNSEEN and args[0] is not args[-1]:
+            raise CaptureError(f"the forward {_UNSEEN[func]}: {user_line()}")
         return func(*args, **(kwargs or {}))
 
     def _decide(self, node: Node, parts: Sequence[Node]) -> Any:

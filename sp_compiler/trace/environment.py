@@ -25,7 +25,11 @@ from sp_compiler.base.warn import in_library, warn
 from sp_compiler.trace.attributes.changes import Settled
 from sp_compiler.trace.autograd_functions import FunctionCall, recorded_functions
 from sp_compiler.trace.decisions import Reads, is_data_dependent
-from sp_compiler.trace.tracer_patches import buffer_hooks_restored, fix_states_of_lstms
+from sp_compiler.trace.tracer_patches import (
+    buffer_hooks_restored,
+    fix_states_of_lstms,
+    plain_index_under_vmap,
+)
 
 ADVICE = "what to do: "
 """Beginning of the last line of an error of the capture."""
@@ -113,6 +117,7 @@ def export_context(
         stack.enter_context(_integers_drawn_by_randint())
         stack.enter_context(_without_torch_warnings())
         stack.enter_context(buffer_hooks_restored())
+        stack.enter_context(plain_index_under_vmap())
         if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
             message = "gradient checkpointing set on the model is ignored"
             _warn_once(model, f"{message}: recompute= of sp_compiler governs")

@@ -14,6 +14,7 @@ import sympy
 import torch
 from torch import Tensor
 from torch._decomp import decompositions
+from torch._dynamo import _trace_wrapped_higher_order_op
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.torch_version import TorchVersion
@@ -58,6 +59,21 @@ def fix_states_of_lstms() -> None:
         )
 
     decompositions.one_layer_lstm = one_layer  # type: ignore[assignment]  # its arguments pass through
+
+
+@contextlib.contextmanager
+def plain_index_under_vmap() -> Iterator[None]:
+    """Let a tensor be indexed with the numbers that ``vmap`` hands out: ``ids[batch, query]``.
+
+    transformers makes masks so. Torch indexes with an autograd function of its own, whose backward
+    is meant for flex attention; neither its call nor a record of it can be traced under ``vmap``.
+    The backward of the operator itself gives the same gradient.
+    """
+    # torch internals: the function that TransformGetItemToIndex calls, bound at its import.
+    with mock.patch.object(
+        _trace_wrapped_higher_order_op, "mod_index", torch.ops.aten.index.Tensor
+    ):
+        yield
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 
 from sp_compiler.base.errors import (
+    ArgumentError,
     RankMismatchError,
     UnsupportedError,
 )
@@ -49,9 +50,21 @@ def _many_things() -> dict[str, Any]:
         _meta,
         _dtype,
         _rows,
+        _shared,
     ):
         result[check.__name__.lstrip("_")] = check()
     return result
+
+
+def _shared() -> Any:
+    model = handmade_model()
+    name, parameter = next(iter(model.named_parameters()))
+    model.register_buffer("view", parameter.detach()[:1])
+    try:
+        DistributedModule(model, tensor_parallel_group(2), Builder(2))
+    except ArgumentError as error:
+        return str(error), name, parameter.untyped_storage().nbytes() > 0
+    return None
 
 
 def _parameters() -> Any:
@@ -343,3 +356,10 @@ def test_rows_of_sharded_parameters_are_written(ranks: list[dict[str, Any]]) -> 
     for rank in ranks:
         found, expected = rank["rows"]
         assert found == expected
+
+
+def test_a_parameter_that_shares_memory_is_refused(ranks: list[dict[str, Any]]) -> None:
+    for result in ranks:
+        message, name, has_memory = result["shared"]
+        assert f"parameter {name!r} and buffer 'view' of the model share memory" in message
+        assert has_memory

@@ -20,11 +20,13 @@ from sp_compiler.options import CompileOptions
 from sp_compiler.pipeline_parallel.cutting import check_layers
 from sp_compiler.pipeline_parallel.microbatches import microbatches_of
 from sp_compiler.pipeline_parallel.schedules import SCHEDULES, schedule_of
+from sp_compiler.pipeline_parallel.stage_parameters import StageParameters
 from sp_compiler.pipeline_parallel.stage_program import chain_of, loss_of, stages_of
 from sp_compiler.pipeline_parallel.ties import holders_of
 from sp_compiler.runtime.executor import Executor
 from sp_compiler.trace.export import flatten_inputs
 from tests.helpers.fake_group import fake_group
+from tests.helpers.handmade_module import compiled_handmade
 from tests.helpers.torch_versions import NEEDS_V_SCHEDULES
 from tests.helpers.users import assert_same_gradients, batch, net
 from tests.models import zoo
@@ -305,3 +307,12 @@ def test_no_mesh() -> None:
             example_inputs=((), zoo.inputs("plain")),
             microbatches=2,
         )
+
+
+def test_stages_cannot_share_the_memory_of_a_parameter() -> None:
+    module, _ = compiled_handmade(1)
+    name, parameter = next(iter(module.named_parameters()))
+    module.register_buffer("view", parameter.detach()[:1])
+    axis: Any = SimpleNamespace(size=2)
+    with pytest.raises(ArgumentError, match=f"parameter '{name}' and buffer 'view'.*share memory"):
+        StageParameters(module, axis)

@@ -233,12 +233,13 @@ def _assigned(model: Any, x: Tensor, mask: Tensor) -> None:
     model.table.data = model.table + 1
 
 
-def _as_text(model: Any, x: Tensor, mask: Tensor) -> float:
-    return 2.0 if f"{mask.sum()}" == "3" else 1.0
-
-
 @pytest.mark.parametrize(
-    ("body", "reason"), [(_assigned, "assigns .data of a tensor"), (_as_text, "text of a tensor")]
+    ("body", "reason"),
+    [
+        (_assigned, "assigns .data of a tensor"),
+        (lambda m, x, mask: len(f"{mask}"), "text of a tensor"),
+        (lambda m, x, mask: len(f"{m.linear(x).sum()}"), "text of a tensor"),
+    ],
 )
 def test_what_leaves_no_trace_is_refused(
     body: Callable[[Any, Tensor, Tensor], Any], reason: str
@@ -268,6 +269,19 @@ def test_text_of_what_is_known_is_the_number() -> None:
         warnings.simplefilter("error")
         captured = _captured(body)
     assert [decision.value for decision in captured.decisions] == ["3"]
+
+
+def test_text_of_a_tensor_without_dims_is_that_of_its_number() -> None:
+    """Models that put images among their tokens count those, in text for an error."""
+
+    def body(model: Any, x: Tensor, mask: Tensor) -> float:
+        return float(f"{mask.sum()}{x.mean() / 2:.2f}")
+
+    captured = _captured(body)
+    assert [decision.value for decision in captured.decisions] == ["3", "2.75"]
+    assert hold(captured.decisions, [_X, _MASK.flip(0)], {})
+    assert not hold(captured.decisions, [_X, ~_MASK & False], {})
+    assert not hold(captured.decisions, [_X + 1, _MASK], {})
 
 
 def _cast(model: Any, x: Tensor, mask: Tensor) -> float:

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
 from sp_compiler.trace.environment import users_frames, without_cache
+from tests.helpers import parity
 from tests.models import zoo
 
 
@@ -65,3 +67,34 @@ def test_libraries_behind_symbolic_links_are_no_lines_of_the_user(tmp_path: Path
     frames = traceback.extract_tb(users_frames(caught.tb))
     assert {frame.filename for frame in frames} == {__file__}
     assert frames[-1].name == "of_the_user"
+
+
+class _BiasOfPairs(nn.Module):
+    """Adds a number of each pair of tokens' groups, as masks of transformers are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(4, 4, dtype=torch.float64))
+
+    def forward(self, x: Tensor, groups: Tensor) -> Tensor:
+        def bias(batch: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return self.table[groups[batch, query], groups[batch, key]]
+
+        keys = torch.vmap(bias, (None, None, 0))
+        every = torch.vmap(torch.vmap(keys, (None, 0, None)), (0, None, None))
+        positions = torch.arange(x.shape[1])
+        with TransformGetItemToIndex():
+            biases = every(torch.arange(x.shape[0]), positions, positions)
+        return biases.softmax(-1) @ x
+
+
+def test_vmap_indexes_with_the_numbers_that_it_hands_out() -> None:
+    torch.manual_seed(0)
+    model = _BiasOfPairs()
+    x, groups = torch.randn(2, 6, 8, dtype=torch.float64), torch.randint(4, (2, 6))
+    case = parity.make_case(model, {"x": x, "groups": groups})
+    expected = model(x, groups)
+    parity.backward([expected])
+    torch.testing.assert_close(case.outputs[0], expected.detach())
+    torch.testing.assert_close(case.grads["table"], model.table.grad)
+    assert model.table.grad is not None

@@ -31,7 +31,7 @@ from sp_compiler.base.python_text import identifier
 from sp_compiler.ir.fx import ancestors, carries_gradient
 from sp_compiler.ir.op_traits import RESULT_NAMES
 from sp_compiler.ir.program import Region
-from sp_compiler.ir.rewriting import copy_graph, erase_dead
+from sp_compiler.ir.rewriting import copy_graph, erase_dead, make_like
 from sp_compiler.ir.symbolic import inline_sizes, same_shape
 from sp_compiler.trace.effects import drop_effects, let_factorizations_raise
 from sp_compiler.trace.tracer_patches import fix_states_of_lstms, powers_of_sizes
@@ -291,10 +291,10 @@ def _constant(node: fx.Node, graph: fx.Graph) -> fx.Node:
             "a torch.autograd.Function makes a tensor of several numbers (torch.tensor([...])); "
             f"make it outside and pass it to apply()\n{node_origin(node)}"
         )
-    options = {"dtype": tensor.dtype, "device": value.device}
-    constant = graph.call_function(aten.full.default, (list(tensor.shape), number[0]), options)
-    constant.meta = {**node.meta, "val": value}
-    return constant
+    args, options = (list(tensor.shape), number[0]), {"dtype": tensor.dtype, "device": value.device}
+    return make_like(
+        graph, aten.full.default, args, options, like=node, origin=Pass.JOINT, val=value
+    )
 
 
 def _is_tangent(node: fx.Node) -> bool:

@@ -86,8 +86,9 @@ the GPT is done, with an empty cache and with the one that the process before ha
 }
 _ESTIMATES = """Time of a call of each part of the same models with 2 layers, as the plan estimates
 it for a profile of this machine (`sp_compiler.profile()`), and the shortest that was measured, in
-CPU time, `tp=1`, `recompute="selective"`. A dropout counts as one kernel, which it is under
-"inductor"; as generated, its hash is many. The Prologue (embeddings) takes about a millisecond."""
+CPU time, `tp=1`, `recompute="selective"`. Dropout is one kernel under "inductor"; as
+generated, it takes the time in which the profile draws random numbers. The Prologue (embeddings)
+takes a millisecond or two, much of it for pages of new memory, which no estimate has."""
 _TOLERANCE = 0.15
 
 

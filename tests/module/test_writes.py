@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 
@@ -322,3 +322,12 @@ def test_parts_that_require_a_gradient_beside_compiled_modules() -> None:
     y.sum().backward()
     assert part.grad is not None
     assert torch.equal(part.grad, torch.full((2, 3, 4), 2.0))
+
+
+def test_views_on_ranks_that_cannot_talk_raise_what_torch_raises() -> None:
+    """So the check of placements sees them, which falls back on rules of its own."""
+    write_through_views()
+    mesh = DeviceMesh("cpu", torch.arange(2), _init_backend=False, _rank=0)
+    x = DTensor.from_local(torch.ones(4, 3, device="meta"), mesh, [Shard(1)], run_check=False)
+    with pytest.raises(NotImplementedError, match="as_strided"):
+        x.as_strided((2,), (1,))

@@ -236,7 +236,7 @@ def _take_view(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         with _in_mode_of(args[0]):
             result, sharding = run_past_handlers(operation, args, kwargs)
     except (NotImplementedError, RuntimeError):
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not has_groups(args[0].device_mesh):
             raise
         # Of a dim that it cannot cut, or without a rule.
         return _standing_for(_view_of_full(operation, args, kwargs), operation, args, kwargs)
@@ -316,6 +316,16 @@ def _plain(x: Any) -> Any:
     if not isinstance(x, GatheredView):
         return x
     return DTensor(x._local_tensor, x._spec, requires_grad=False)
+
+
+def has_groups(mesh: DeviceMesh) -> bool:
+    """Return whether the ranks of ``mesh`` can talk: those on which a placement is checked before
+    anything runs, with tensors on the meta device, cannot."""
+    try:
+        mesh.get_group(0)
+    except RuntimeError:
+        return False
+    return True
 
 
 def full_value(x: Any) -> Any:

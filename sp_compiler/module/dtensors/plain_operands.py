@@ -34,6 +34,7 @@ from sp_compiler.base.errors import ArgumentError, SPCompilerError, UnsupportedE
 from sp_compiler.module.dtensors.gathered_views import (
     GatheredView,
     full_value,
+    has_groups,
     settle_sums,
     write_whole,
 )
@@ -75,7 +76,7 @@ class _Dispatcher(OpDispatcher):
             # What ranks draw may differ, and would count as one tensor.
             draws = torch.Tag.nondeterministic_seeded in op_call.tags
             refused = changes or draws or torch.compiler.is_compiling()
-            refused = refused or not _has_groups(op_info.compute_mesh)
+            refused = refused or not has_groups(op_info.compute_mesh)
             if refused or not (lacks_rule or depends):
                 raise
             full_args, full_kwargs = pytree.tree_map(full_value, (tuple(args), dict(kwargs)))
@@ -83,16 +84,6 @@ class _Dispatcher(OpDispatcher):
             return pytree.tree_map(
                 functools.partial(_replicated, mesh=op_info.compute_mesh), result
             )
-
-
-def _has_groups(mesh: DeviceMesh) -> bool:
-    """Return whether the ranks of ``mesh`` can talk: those on which a placement is checked before
-    anything runs, with tensors on the meta device, cannot."""
-    try:
-        mesh.get_group(0)
-    except RuntimeError:
-        return False
-    return True
 
 
 class _Thread(threading.local):

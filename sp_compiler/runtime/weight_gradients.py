@@ -279,11 +279,23 @@ def leaving(
     late = LateGradients(runner, indices)
     token = LateFunction.apply(late, *parameters)
     if before is not None and isinstance(before.runner, HandOverRunner):
-        before.runner.late.behind = late
-        # Just older than that call: also where hooks of one rank have made nodes between the two,
-        # all ranks run the same functions.
-        token.grad_fn._set_sequence_nr(before._sequence_nr() - 1)
+        number = _number_of(before)
+        if number is not None:
+            before.runner.late.behind = late
+            # Just older than that call: also where hooks of one rank have made nodes between the
+            # two, all ranks run the same functions.
+            token.grad_fn._set_sequence_nr(number - 1)
     return HandOverRunner(**vars(runner), late=late, token=token)
+
+
+def _number_of(node: Any) -> int | None:
+    """Return the number of a node of autograd, ``None`` if torch 2.11 has none any more: a hook has
+    cut off what is behind it, and its backward is not to come."""
+    try:
+        number: int = node._sequence_nr()
+    except RuntimeError:
+        return None
+    return number
 
 
 def accumulate(parameter: Tensor, local: Tensor, *, is_partial: bool = False) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_compiler.base.errors import ArgumentError
+from sp_compiler.runtime.parameter_gradients import extent
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,8 @@ def _overlapping(group: Sequence[_Named]) -> Iterator[tuple[_Named, _Named]]:
 
 
 def _byte_range(value: Tensor) -> tuple[int, int]:
-    extent = sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
-    start = int(value.storage_offset())
-    return start * value.itemsize, (start + int(extent) + 1) * value.itemsize
+    start, stop = extent(value)
+    return start * value.itemsize, stop * value.itemsize
 
 
 def _common_elements(one: _Named, other: _Named) -> bool:

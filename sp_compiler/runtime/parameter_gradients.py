@@ -242,11 +242,11 @@ def _overlap(first: Tensor, second: Tensor) -> bool:
         return False
     if first.untyped_storage()._cdata != second.untyped_storage()._cdata:
         return False
-    (start, stop), (other_start, other_stop) = map(_extent, (first, second))
+    (start, stop), (other_start, other_stop) = map(extent, (first, second))
     return start < other_stop and other_start < stop
 
 
-def _extent(tensor: Tensor) -> tuple[int, int]:
+def extent(tensor: Tensor) -> tuple[int, int]:
     """Return the positions in the storage of the first element and after the last one."""
     start = int(tensor.storage_offset())
     last = sum(

@@ -96,7 +96,7 @@ class RecordedStep:
         self._id_bounds = list(noted)  # without those that backward looks up again
         # Without autograd's graph, which holds the activations until the backward is recorded.
         self._outputs = [x.detach() if isinstance(x, Tensor) else x for x in outputs]
-        tensors = _tensors(outputs)
+        tensors = tensors_of(outputs)
         self._requires_grad = [x.requires_grad for x in tensors]
         starts = list(itertools.compress(tensors, self._starts))
         del outputs, tensors
@@ -140,7 +140,7 @@ class RecordedStep:
     def replay_forward(self) -> list[Tensor]:
         """Return copies of the outputs that are tensors."""
         self._forward.replay()
-        return [value.clone() for value in _tensors(self._outputs)]
+        return [value.clone() for value in tensors_of(self._outputs)]
 
     def constant_outputs(self, outputs: Sequence[Tensor]) -> list[Tensor]:
         """Return those of the ``outputs`` that require no gradient."""
@@ -180,7 +180,7 @@ class RecordedStep:
         if not is_recorded:
             # A backward that was not recorded, or has overwritten what it read when it ran first.
             # What the forward reads is all there, so both run anew.
-            outputs = itertools.compress(_tensors(self._run()), starts)
+            outputs = itertools.compress(tensors_of(self._run()), starts)
             return list(self._backward_of(list(outputs), tangents))
         for own, tangent in zip(self._tangents, tangents, strict=True):
             own.copy_(tangent)
@@ -199,7 +199,7 @@ class RecordedStep:
     ) -> Sequence[Tensor | None]:
         """Return gradients, of parameters this rank's parts."""
         wanted = [self._own_parameters[name] for name in self._trained]
-        wanted += [x for x in _tensors(self._inputs) if x.requires_grad]
+        wanted += [x for x in tensors_of(self._inputs) if x.requires_grad]
         grads = torch.autograd.grad(outputs, wanted, tangents, allow_unused=True)
         return [local_tensor(grad) for grad in grads]
 
@@ -240,5 +240,6 @@ def _leaf(value: Tensor) -> Tensor:
     return value.detach().requires_grad_(value.requires_grad)
 
 
-def _tensors(values: Sequence[Any]) -> list[Tensor]:
+def tensors_of(values: Sequence[Any]) -> list[Tensor]:
+    """Return those of ``values`` that are tensors."""
     return [value for value in values if isinstance(value, Tensor)]

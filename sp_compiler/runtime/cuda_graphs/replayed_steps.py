@@ -14,7 +14,7 @@ from torch import Tensor
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.warn import warn
 from sp_compiler.runtime.cuda_graphs import device_graph
-from sp_compiler.runtime.cuda_graphs.recorded_step import RecordedStep
+from sp_compiler.runtime.cuda_graphs.recorded_step import RecordedStep, tensors_of
 from sp_compiler.runtime.executor import Execution, Executor
 from sp_compiler.runtime.keys.call_key import CallKey
 from sp_compiler.runtime.parameter_gradients import CompiledFunction, local_tensor, opaque
@@ -146,7 +146,7 @@ class ReplayedSteps:
             torch.is_grad_enabled()
             and not self._deferred.enabled
             and not self._deferred.pending
-            and any(x.requires_grad for x in chain(self._tensors[0].values(), _tensors(leaves)))
+            and any(x.requires_grad for x in chain(self._tensors[0].values(), tensors_of(leaves)))
         )
 
     def _drop_moved(self) -> None:
@@ -219,7 +219,7 @@ class ReplayedSteps:
         execution = kind.executor.run(*self._tensors, leaves, seed)
         if kind.step is not None or kind.fails:
             return execution
-        noted = iter(_Noted.apply(kind, *_tensors(execution.outputs)))
+        noted = iter(_Noted.apply(kind, *tensors_of(execution.outputs)))
         outputs = [next(noted) if isinstance(x, Tensor) else x for x in execution.outputs]
         return replace(execution, outputs=outputs)
 
@@ -237,7 +237,7 @@ def _obstacle(executor: Executor, leaves: Sequence[Any], device: torch.device, h
         return f"the host runs hooks between the kernels: {hooks}"
     if changed := executor.compiled.program.mutated_buffers:
         return f"the model changes its buffers: {', '.join(changed)}"
-    others = {x.device for x in _tensors(leaves)} - {device}
+    others = {x.device for x in tensors_of(leaves)} - {device}
     if others:
         return f"an input is on {others.pop()}, the module on {device}: move the input there"
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
@@ -249,7 +249,3 @@ def _layout(*tensors: Mapping[str, Tensor]) -> Sequence[Any]:
     """Return address and strides of each of the tensors."""
     parts = [local_tensor(value) for each in tensors for value in each.values()]
     return [(part.data_ptr(), part.stride()) for part in parts]
-
-
-def _tensors(values: Sequence[Any]) -> list[Tensor]:
-    return [value for value in values if isinstance(value, Tensor)]

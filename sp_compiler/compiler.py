@@ -7,7 +7,7 @@ Passes in parentheses run only where an option asks for them::
                       outline                                     ``to_program``
     one rank's part   shard, check                                ``Compilation._run_passes``
     each region       joint, simplify, chunk, tag, partition,
-                      (split_backward), (overlap), check, codegen
+                      (split_backward), (overlap), check, (async_tp), codegen
 
 - export: one flat graph of ATen operators, by torch.export; normalize: one spelling for what
   models write in several ways, dropout by a counter;
@@ -21,6 +21,7 @@ Passes in parentheses run only where an option asks for them::
 - chunk: loss head in chunks of rows, attention in chunks of queries: neither exists as a whole;
 - tag: save or recompute, per node; partition: cut the joint graph by the tags, sums in place;
 - split_backward: gradients of weights apart, for pipelines; overlap: compute under collectives;
+- async_tp: products that compute while their rows are on their way;
 - codegen: a class per region as Python text, or what the backend makes of it.
 
 The first call of a module comes here, and so does every later one for which no program is valid;
@@ -31,7 +32,7 @@ pass and stores the graphs after it. Only it, ``verification`` and this module i
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -44,7 +45,6 @@ from sp_compiler.base.errors import PlacementError
 from sp_compiler.base.log import LOG, log_as_asked
 from sp_compiler.base.pass_report import Pass, pass_name
 from sp_compiler.base.placement import Placement
-from sp_compiler.base.warn import warn
 from sp_compiler.check import check_forward, check_partitioned
 from sp_compiler.codegen.backends import LoadedProgram, compile_regions
 from sp_compiler.codegen.module_text import CompiledRegion
@@ -57,11 +57,12 @@ from sp_compiler.ir.program import Program
 from sp_compiler.options import CompileOptions
 from sp_compiler.pass_manager.dump import dump, dump_folder
 from sp_compiler.pass_manager.fallback import fallback_note, refused_operator
+from sp_compiler.pass_manager.open_sizes import compile_open_or_fixed
 from sp_compiler.pass_manager.reproduction import reproducible
 from sp_compiler.pass_manager.runner import PassRunner, running_passes
 from sp_compiler.pass_manager.user_pass import run_user_pass
+from sp_compiler.passes.async_tp import async_tp
 from sp_compiler.passes.chunks.chunk import chunk
-from sp_compiler.passes.chunks.counts import OpenRowsError
 from sp_compiler.passes.expert_parallel import expert_parallel
 from sp_compiler.passes.half_batches import half_batches, halves_pay
 from sp_compiler.passes.loss_only import loss_only
@@ -70,7 +71,6 @@ from sp_compiler.passes.memory.overlap_room import overlap_room, regions_in_a_ro
 from sp_compiler.passes.memory.partition import PartitionOptions, partition
 from sp_compiler.passes.memory.partition_options import partition_options
 from sp_compiler.passes.memory.split_backward import split_backward
-from sp_compiler.passes.memory.tag import POLICIES
 from sp_compiler.passes.memory.tag_program import TaggedProgram, tag_program
 from sp_compiler.passes.normalize import normalize
 from sp_compiler.passes.outline import outline
@@ -114,39 +114,10 @@ def build(
     """
     compile_with = partial(_export_and_compile, model, args, kwargs, fixed or {}, lift_casts, keep)
     if options.half_batches != "auto":
-        return _compile_open_or_fixed(compile_with, options, open_dims)
+        return compile_open_or_fixed(compile_with, options, open_dims)
     halves = compile_with(replace(options, half_batches=True), open_dims=False)
-    full = _compile_open_or_fixed(compile_with, replace(options, half_batches=False), open_dims)
+    full = compile_open_or_fixed(compile_with, replace(options, half_batches=False), open_dims)
     return halves if halves_pay(halves.plan, full.plan, options.budget_bytes) else full
-
-
-def _compile_open_or_fixed(
-    compile_with: Callable[..., PlannedProgram], options: CompileOptions, open_dims: bool
-) -> PlannedProgram:
-    """Compile with the sizes of the inputs left open, if that is asked for and possible."""
-    # Bytes of a budget are unknown while a size is open, and whether a batch has equal halves.
-    limited = options.budget_bytes is not None or options.device_bytes is not None
-    if not open_dims or limited or options.half_batches:
-        return compile_with(options, open_dims=False)
-    unchunked = replace(options, loss_chunks=1, attention_chunks=1)
-    may_chunk = any(options.chunk_counts) or POLICIES[options.recompute].chunks_rows
-    try:
-        # What torch.export and its shape guards can leave open is known only after trying.
-        return compile_with(options if may_chunk else unchunked, open_dims=True)
-    except Exception as error:  # of torch too: not all of it can do without sizes
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        asks_rows = isinstance(error, OpenRowsError)
-        LOG.debug("sizes cannot be left open", exc_info=True)
-    compiled = compile_with(options, open_dims=False)
-    forwards = [each.partitioned.forward for each in compiled.regions.values()]
-    if asks_rows and not any("chunk" in node.meta for graph in forwards for node in graph.nodes):
-        # Only chunks need to know the number of rows, and here they save too little to be made.
-        return _compile_open_or_fixed(compile_with, unchunked, open_dims=True)
-    warn(
-        "every size of the inputs is compiled by itself, for the model cannot be compiled with "
-        f"sizes left open: {reason}"
-    )
-    return compiled
 
 
 def _export_and_compile(
@@ -341,6 +312,10 @@ class Compilation:
                 to_check = concretizer.partitioned(parts), joint.tangent_outputs, tp
                 # An error names the sharded region, which can be sharded again.
                 run(Pass.CHECK, check_partitioned, region, *to_check, region=origin)
+            if options.async_tp and tp > 1:
+                # Behind the check: it knows conversions and products, not the two as one operator.
+                to_lower = parts, tp, own.sizes, room.get(name), options.device
+                parts = run(Pass.ASYNC_TP, async_tp, *to_lower, region=name)
             paths = tuple(tagged.program.paths(region))
             regions.append(CompiledRegion(region, parts, joint, paths, tp))
         # All regions at once: they are classes of one module, with one list of bound operators.

@@ -40,6 +40,7 @@ BACKENDS = (*_files_in(_ROOT / "codegen" / "backends", first="eager"),)
 Dropout = Literal["regenerate", "stored"]
 Outputs = Literal["replicate", "shard", "auto"]
 _CHUNKS = ("loss_chunks", "attention_chunks")
+_SWITCHES = ("sequence_parallel", "offload", "overlap", "async_tp", "cuda_graphs", "strict")
 
 
 class Options(TypedDict, total=False):
@@ -86,6 +87,10 @@ class Options(TypedDict, total=False):
             the reason. ``"auto"`` compiles both ways and splits if the estimated step takes at
             least 1 % less time, and no more memory than without or than ``memory_budget``. Each
             input size is compiled separately.
+        async_tp: in forward, move the rows of one rank while those of another are multiplied, by
+            the fused kernels of torch's symmetric memory, where the estimate gains by it: products
+            of at least 4096 rows. Only CUDA devices that reach each other's memory (NVLink) have
+            these kernels; others run the collective and the product one after the other.
         backend: ``"eager"`` runs the generated code as it is; ``"inductor"`` compiles, at the first
             call, the code between collectives (see docs/usage.md); ``"inductor_pointwise"`` what
             lies between matrix products, too; or the name of your own file in
@@ -138,6 +143,7 @@ class Options(TypedDict, total=False):
     dropout: Dropout
     overlap: bool
     half_batches: bool | Literal["auto"]
+    async_tp: bool
     backend: str
     cuda_graphs: bool
     outputs: Outputs
@@ -205,6 +211,7 @@ class CompileOptions:
     dropout: Dropout = "regenerate"
     overlap: bool = True
     half_batches: bool | Literal["auto"] = False
+    async_tp: bool = False
     backend: str = "eager"
     cuda_graphs: bool = False
     outputs: Outputs = "auto"
@@ -231,7 +238,7 @@ class CompileOptions:
         _check_choice("backend", self.backend, BACKENDS)
         _check_choice("outputs", self.outputs, get_args(Outputs))
         _check_choice("half_batches", self.half_batches, (True, False, "auto"))
-        for name in ("sequence_parallel", "offload", "overlap", "cuda_graphs", "strict"):
+        for name in _SWITCHES:
             _check_choice(name, getattr(self, name), (True, False))
         # Before anything is compiled: a wrong option is the user's, a PassError later would be
         # ours.

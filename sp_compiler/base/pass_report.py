@@ -47,6 +47,7 @@ class Pass(StrEnum):
     PARTITION = "partition"
     SPLIT_BACKWARD = "split_backward"
     OVERLAP = "overlap"
+    ASYNC_TP = "async_tp"
     CODEGEN = "codegen"
 
     def __repr__(self) -> str:

@@ -21,11 +21,13 @@ from sp_compiler.ir.op_traits import (
     collective_of,
     is_name,
     is_part,
+    is_pipelined,
     is_started,
     is_view,
     is_wait,
 )
 from sp_compiler.ops.accumulate import ADD_PRODUCT, WRITE_ROWS
+from sp_compiler.ops.async_products import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
 from sp_compiler.ops.registry import Collective, operator_of
 from sp_compiler.ops.vocabulary import VOCAB_EMBEDDING
 
@@ -100,6 +102,13 @@ def operator_flops(
         return flops, flops
     if target is ADD_PRODUCT.overload:
         flops = 2 * args[1].numel() * args[2].shape[-1]
+        return flops, flops
+    if target is ALL_GATHER_MATMUL.overload:
+        gathered, *products = result
+        flops = 2 * gathered.shape[1] * sum(product.numel() for product in products)
+        return flops, flops
+    if target is MATMUL_REDUCE_SCATTER.overload:
+        flops = 2 * args[0].numel() * args[1].shape[1]
         return flops, flops
     formula = flop_registry.get(getattr(target, "overloadpacket", None))
     if formula is None:  # pointwise and reductions: bound by memory, as the papers have it
@@ -259,7 +268,12 @@ def function_spans(
             link_free_us = begin_us + collectives_us(collectives, world_size, hardware)
             kinds = ", ".join(item.kind for item in collectives)
             yield Span(node.name, kinds, "tp", begin_us, link_free_us, recomputed)
-            if is_started(node):
+            if is_pipelined(node):
+                # One rank's part of the product is computed before the first, or after the last,
+                # of its parts crosses the link.
+                last_us = link_free_us + compute_us(node, hardware, fused) / world_size
+                now_us = max(last_us - compute_us(node, hardware, fused), begin_us)
+            elif is_started(node):
                 arrival_us[node] = link_free_us
             else:
                 now_us = link_free_us

@@ -149,11 +149,21 @@ class Communicator:
         experts: ExpertRanks | None = None,
     ) -> None:
         name = group.group_name if group is not None else ""
+        self._group = group
         self._collectives = collectives or FunctionalCollectives(name)
         self.rank = rank
         self.world_size = world_size
         self.experts = experts
         self.id_checks = IdChecks()
+
+    def symmetric_memory_group(self, x: Tensor) -> str | None:
+        """Return the name under which torch's fused products know the ranks that have parts of
+        ``x``; ``None`` if these cannot read each other's memory."""
+        if not x.is_cuda or self._group is None:
+            return None
+        # By the backend: an emulated group takes tensors of the device too, and has one rank.
+        name = self._group._get_backend(x.device).name()
+        return self._group.group_name if name == "nccl" else None
 
     def on_each_rank(
         self,

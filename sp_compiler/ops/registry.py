@@ -90,6 +90,8 @@ class Operator:
         writes: whether the kernel writes into its first argument and returns it. No other node of a
             graph reads that argument afterwards.
         scratch_bytes: bytes of temporary memory of the kernel, from its arguments and its result.
+        pipelined: whether the kernel computes with one rank's part while its collective moves those
+            of other ranks.
     """
 
     name: str
@@ -106,6 +108,7 @@ class Operator:
     checks_numbers: bool = False
     scratch_bytes: Callable[[Arguments, Any], int] = lambda args, result: 0
     writes: bool = False
+    pipelined: bool = False
 
     @cached_property
     def overload(self) -> Any:

@@ -17,6 +17,7 @@ from torch.fx import Node
 from sp_compiler.base.placement import Placement
 from sp_compiler.ir.fx import arguments, placements_of, tensor_operands
 from sp_compiler.ir.op_traits import FUSED_ATTENTION
+from sp_compiler.ops.async_products import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
 from sp_compiler.ops.convert import CONVERT
 from sp_compiler.ops.registry import operator_of
 from sp_compiler.ops.rows import CUT_ROWS, PAD_ROWS
@@ -207,6 +208,19 @@ def _product(node: Node, operands: Sequence[Shape]) -> list[Shape]:
     return [(*left[:-1], right[-1])]
 
 
+def _gathered_products(node: Node, operands: Sequence[Shape]) -> list[Shape]:
+    (rows, summed), *factors = operands
+    rows = gathered(rows, arguments(node)["world_size"], 0)
+    for factor in factors:
+        unify(summed, factor[0])
+    return [(rows, summed), *((rows, factor[1]) for factor in factors)]
+
+
+def _scattered_product(node: Node, operands: Sequence[Shape]) -> list[Shape]:
+    ((rows, columns),) = _product(node, operands)
+    return [(share(rows, arguments(node)["world_size"]), columns)]
+
+
 def _convolved(node: Node, operands: Sequence[Shape]) -> list[Shape]:
     results, args = _by_rule(node, operands), arguments(node)
     sizes = zip(
@@ -316,6 +330,8 @@ _SPECIAL: dict[Any, Special] = {
     aten.unsqueeze.default: _unsqueezed,
     CONVERT.overload: _converted,
     aten.bmm.default: _product,
+    ALL_GATHER_MATMUL.overload: _gathered_products,
+    MATMUL_REDUCE_SCATTER.overload: _scattered_product,
     aten.convolution.default: _convolved,
     aten.embedding.default: _lookup,
     aten.split_with_sizes.default: _split,

@@ -1,0 +1,118 @@
+"""A matrix product and the collective in front of it or behind it, as one operator.
+
+On ranks whose memory is reachable for each other (torch's symmetric memory, over NVLink) the
+product of one rank's rows is computed while those of the next are on their way: asynchronous tensor
+parallelism (Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition",
+ASPLOS). Anywhere else, also on simulated and emulated ranks, the two run one after the other.
+
+:mod:`sp_compiler.passes.async_tp` puts these operators into forwards.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sp_compiler.base.placement import P, R, S
+from sp_compiler.ops.communicator import Communicator
+from sp_compiler.ops.registry import Arguments, Collective, Operator, Typing, register
+
+
+def all_gather_matmul(tp: Communicator, shard: Tensor, factors: Sequence[Tensor]) -> list[Tensor]:
+    """Gather the rows of all ranks' ``shard`` (n/t, k) and multiply them by each of ``factors``
+    (k, m).
+
+    Returns the gathered rows (n, k), and a product (n, m) per factor.
+    """
+    group = tp.symmetric_memory_group(shard)
+    if group is None:
+        gathered = tp.all_gather(shard, "S(0)", "R")
+        return [gathered, *(torch.mm(gathered, factor) for factor in factors)]
+    gathered, products = _kernels().fused_all_gather_matmul(
+        shard.contiguous(), list(factors), 0, group
+    )
+    return [gathered, *products]
+
+
+def matmul_reduce_scatter(tp: Communicator, x: Tensor, factor: Tensor) -> Tensor:
+    """Sum ``x @ factor`` over the ranks, of ``x`` (n, k/t) and ``factor`` (k/t, m); returns this
+    rank's rows (n/t, m)."""
+    group = tp.symmetric_memory_group(x)
+    if group is None:
+        return tp.reduce_scatter(torch.mm(x, factor), "P", "S(0)")
+    summed: Tensor = _kernels().fused_matmul_reduce_scatter(x, factor, "sum", 0, group)
+    return summed
+
+
+def _kernels() -> Any:
+    """Torch's operators on symmetric memory."""
+    # Importing this registers them; here, so that only who runs them depends on it.
+    import torch.distributed._symmetric_memory
+
+    return torch.ops.symm_mem
+
+
+def _fake_gathered(shard: Tensor, factors: Sequence[Tensor], world_size: int) -> list[Tensor]:
+    rows = shard.shape[0] * world_size
+    columns = (shard.shape[1], *(factor.shape[1] for factor in factors))
+    return [shard.new_empty((rows, count)) for count in columns]
+
+
+def _fake_scattered(x: Tensor, factor: Tensor, world_size: int) -> Tensor:
+    return x.new_empty((x.shape[0] // world_size, factor.shape[1]))
+
+
+def _type_gathered(args: Arguments, world_size: int) -> Sequence[Typing]:
+    """A product is placed as its factor is: replicated, or in columns."""
+    ways = itertools.product((R, S(1)), repeat=len(args["factors"]))
+    return [((S(0), *columns), (R, *columns)) for columns in ways]
+
+
+def _type_scattered(args: Arguments, world_size: int) -> Sequence[Typing]:
+    return [((S(1), S(0)), (S(0),)), ((P, R), (S(0),)), ((R, P), (S(0),))]
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def _gather(args: Arguments, results: Sequence[Tensor]) -> Sequence[Collective]:
+    return [Collective("all_gather", 1, _bytes(results[0]))]
+
+
+def _scatter(args: Arguments, result: Tensor) -> Sequence[Collective]:
+    return [Collective("reduce_scatter", 1, _product_bytes(args, result))]
+
+
+def _product_bytes(args: Arguments, result: Tensor) -> int:
+    return _bytes(result) * args["world_size"]
+
+
+ALL_GATHER_MATMUL = register(
+    Operator(
+        name="all_gather_matmul",
+        schema="(Tensor shard, Tensor[] factors, SymInt world_size) -> Tensor[]",
+        kernel=all_gather_matmul,
+        fake=_fake_gathered,
+        typings=_type_gathered,
+        collectives=_gather,
+        pipelined=True,
+    )
+)
+MATMUL_REDUCE_SCATTER = register(
+    Operator(
+        name="matmul_reduce_scatter",
+        schema="(Tensor x, Tensor factor, SymInt world_size) -> Tensor",
+        kernel=matmul_reduce_scatter,
+        fake=_fake_scattered,
+        typings=_type_scattered,
+        collectives=_scatter,
+        # What a rank sends: the whole product of its own part.
+        scratch_bytes=_product_bytes,
+        pipelined=True,
+    )
+)

@@ -251,8 +251,8 @@ def function_spans(
     """Return the timeline of a generated function: kernels, and collectives one after another
     beside them.
 
-    A collective that is started asynchronously runs until its ``wait``; any other blocks the
-    kernels.
+    A collective that is started asynchronously runs until its ``wait``, one that is part of a
+    product beside that; any other blocks the kernels.
 
     Args:
         fused: as for :func:`compute_us`.
@@ -261,6 +261,7 @@ def function_spans(
     arrival_us: dict[Node, float] = {}
     for node in graph.nodes:
         operator, recomputed = str(node.target), bool(node.meta.get("recomputed"))
+        time_us = compute_us(node, hardware, fused)
         collectives = node_collectives(node)
         if collectives:
             # One link: a collective waits for those before it, whether anyone waits for them.
@@ -269,17 +270,15 @@ def function_spans(
             kinds = ", ".join(item.kind for item in collectives)
             yield Span(node.name, kinds, "tp", begin_us, link_free_us, recomputed)
             if is_pipelined(node):
-                # One rank's part of the product is computed before the first, or after the last,
-                # of its parts crosses the link.
-                last_us = link_free_us + compute_us(node, hardware, fused) / world_size
-                now_us = max(last_us - compute_us(node, hardware, fused), begin_us)
+                # One rank's part is computed when the last rows have arrived, or before the first
+                # sums leave; the others while the link is busy, if they take less time than that.
+                now_us = max(begin_us, link_free_us - time_us * (1 - 1 / world_size))
             elif is_started(node):
                 arrival_us[node] = link_free_us
             else:
                 now_us = link_free_us
         elif is_wait(node):
             now_us = max(now_us, arrival_us[node.args[0]])
-        time_us = compute_us(node, hardware, fused)
         if time_us:
             yield Span(node.name, operator, "compute", now_us, now_us + time_us, recomputed)
         now_us += time_us

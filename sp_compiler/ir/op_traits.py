@@ -9,6 +9,7 @@ import torch
 from torch.fx import Node
 
 from sp_compiler.ir.fx import arguments, placements_of
+from sp_compiler.ops.async_products import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
 from sp_compiler.ops.convert import WAIT, Conversion, conversion_between
 from sp_compiler.ops.dropout import DROPOUT, DROPOUT_MASK
 from sp_compiler.ops.registry import OPERATORS, operator_of
@@ -228,8 +229,11 @@ def is_grouped_product(node: Node) -> bool:
 
 
 def matmul_factors(node: Node) -> tuple[Node, Node] | None:
-    """Return the two factors of a matrix product, ``None`` for other operators."""
+    """Return the two factors of a matrix product, ``None`` for other operators; of several right
+    factors the first."""
+    if node.target is ALL_GATHER_MATMUL.overload:
+        return node.args[0], node.args[1][0]
     positions = MATMULS.get(node.target)
-    if is_grouped_product(node):
+    if is_grouped_product(node) or node.target is MATMUL_REDUCE_SCATTER.overload:
         positions = (0, 1)
     return None if positions is None else (node.args[positions[0]], node.args[positions[1]])

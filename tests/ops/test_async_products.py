@@ -9,16 +9,14 @@ import pytest
 import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor, nn
-from torch.fx import Graph
 
 from sp_compiler.base.placement import P, Placement, R, S
 from sp_compiler.check.derive import declared_strategies
-from sp_compiler.ir.op_traits import collective_of
 from sp_compiler.ops.async_products import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
 from sp_compiler.ops.communicator import Communicator, running_on
-from sp_compiler.passes import async_tp
 from sp_compiler.verification.simulate import simulated_ranks
 from tests.helpers import two_ranks
+from tests.helpers.async_products import let_all_pay
 from tests.helpers.graph_builder import GraphBuilder
 from tests.helpers.one_operator import join, scatter
 from tests.helpers.ranks import run_on_ranks
@@ -110,15 +108,10 @@ def _trained_by_torchs_kernels() -> tuple[list[Tensor], list[str]]:
             return reference(*args, **kwargs)
 
         library.impl(name, record, "CPU")
-    async_tp.LEAST_ROWS = 1
-    # A time for which every rewrite pays, with however few rows.
-    async_tp.elapsed_us = _number_of_collectives
-    Communicator.symmetric_memory_group = lambda self, x: self._group.group_name  # type: ignore[method-assign]
+    patched = pytest.MonkeyPatch()  # of a process that ends with this
+    let_all_pay(patched)
+    patched.setattr(Communicator, "symmetric_memory_group", lambda tp, x: tp._group.group_name)
     return _losses(two_ranks.compiled("plain", async_tp=True)), ran
-
-
-def _number_of_collectives(graph: Graph, *_: Any) -> int:
-    return sum(collective_of(node) is not None for node in graph.nodes)
 
 
 def _losses(module: nn.Module) -> list[Tensor]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.fx import Graph, Interpreter, Node
 
+from sp_compiler.api import plan
 from sp_compiler.base.pass_report import PassReport, reporting
 from sp_compiler.base.placement import S
 from sp_compiler.cost.hardware import H100
@@ -19,9 +20,11 @@ from sp_compiler.ops.async_products import MATMUL_REDUCE_SCATTER
 from sp_compiler.ops.communicator import running_on
 from sp_compiler.passes import async_tp
 from sp_compiler.verification.simulate import simulated_ranks
+from tests.helpers.async_products import let_all_pay
 from tests.helpers.graph_builder import GraphBuilder, convert
 from tests.helpers.one_operator import join, scatter
 from tests.helpers.parity import assert_parity, case
+from tests.models import zoo
 
 aten = torch.ops.aten
 WORLD, ROWS, WIDTH = 2, async_tp.LEAST_ROWS, 512
@@ -286,12 +289,17 @@ def test_time() -> None:
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients in float64, with rows and a link for which every rewrite pays."""
-    monkeypatch.setattr(async_tp, "LEAST_ROWS", 1)
-    monkeypatch.setattr(async_tp, "elapsed_us", _number_of_collectives)
+    let_all_pay(monkeypatch)
     program = assert_parity(case(name, 2, 8, p=0.1), tp=2, async_tp=True)
     assert "tp.all_gather_matmul(" in program.code
     assert "tp.matmul_reduce_scatter(" in program.code
 
 
-def _number_of_collectives(graph: Graph, *_: Any) -> int:
-    return sum(node.target is convert for node in graph.nodes)
+@pytest.mark.parametrize("name", ["plain", "llama_gqa8"])
+def test_what_is_kept_and_its_formula(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    let_all_pay(monkeypatch)
+    model, inputs = zoo.build(name, dtype=torch.bfloat16), zoo.inputs(name, seq=8)
+    found, other = (plan(model, ((), inputs), tp=2, async_tp=way) for way in (True, False))
+    assert [report.rewrites for report in found.passes if report.name == "async_tp"] == [5]
+    assert found.activation_bytes == other.activation_bytes
+    assert str(found.activation_formula) == str(other.activation_formula)

@@ -170,10 +170,10 @@ def _of_region(
             yield Role("e", operands[0][-1])
             yield Role("c", shape(node)[-1])
         elif factors and factors[1] in params:
-            # Both ends: what a linear reads is the hidden width as well, unless a linear made it.
             feature = 1 if node.target is aten.convolution.default else -1
+            # Both ends: what a linear reads is the hidden width as well, unless a linear made it.
             linears.read.append(shape(factors[0])[feature])
-            linears.made.update(unknowns(shape(node)[feature]))
+            linears.made.update(*(unknowns(made[feature]) for made in values[node.name]))
 
 
 def _params(graph: Graph, region: Region) -> set[Node]:

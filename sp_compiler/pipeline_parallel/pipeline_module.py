@@ -108,6 +108,7 @@ class PipelineModule(StageParameters):
         first = microbatches_of(leaves, names, self._microbatches)[0]
         with self._stage_ranks.reporting():
             self._stage_ranks.agree(leaves, structure, names)
+            self._stage_ranks.agree_on_weights()
             compiled = executor_for(self._state, first, structure).compiled
             stages = self._cut(compiled)
             ranks = [self._schedule.rank_of(i, self._axis.size) for i in range(len(stages))]

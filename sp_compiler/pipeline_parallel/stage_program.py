@@ -23,7 +23,7 @@ from torch import Tensor
 from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.fx import ancestors
-from sp_compiler.ir.program import Call, Program, Ref
+from sp_compiler.ir.program import Call, Program, Ref, loss_position
 
 
 @dataclass(frozen=True)
@@ -63,16 +63,21 @@ def is_table(program: Program, call: Call) -> bool:
 
 
 def loss_of(program: Program) -> Ref:
-    """Return the loss: the first scalar output of the model that has a gradient.
+    """Return the loss: the scalar output with a gradient that the model calls ``loss``, or else the
+    first one.
 
     Raises:
         ArgumentError: there is none.
     """
-    for ref in program.outputs:
+    scalars: dict[int, Ref] = {}
+    for position, ref in enumerate(program.outputs[: program.out_spec.num_leaves]):
         if isinstance(ref, Ref) and ref.kind == "call":
             node = program.calls[ref.index].region.outputs[ref.output]
             if node.meta["val"].dim() == 0 and node.meta.get("requires_grad"):
-                return ref
+                scalars[position] = ref
+    loss = loss_position(program.out_spec, scalars)
+    if loss is not None:
+        return scalars[loss]
     raise ArgumentError(
         "the model returns no loss: no output is a scalar with a gradient. A pipeline runs forward "
         "and backward of its microbatches in turns, so the loss has to come from the model: pass "

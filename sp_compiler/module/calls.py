@@ -145,8 +145,12 @@ def shard_over_data(state: ModuleState) -> None:
         )
     # Taken out first, so that whatever this calls finds it done.
     options, state.fsdp_options = state.fsdp_options, None
-    compiled = state.compiled("data parallelism")
-    apply_data_parallelism(state.root, compiled, state.group, options)
+    try:
+        compiled = state.compiled("data parallelism")
+        apply_data_parallelism(state.root, compiled, state.group, options)
+    except BaseException:
+        state.fsdp_options = options  # later calls would reduce no gradients over the data axes
+        raise
 
 
 def run(state: ModuleState, executor: Executor, leaves: list[Any]) -> Any:

@@ -114,9 +114,11 @@ def stages_of(
     """Cut ``compiled`` before ``chain[end]`` for each of ``ends`` but the last.
 
     Raises:
-        UnsupportedError: a buffer is written by one stage and read by another.
+        UnsupportedError: a buffer is written by one stage and read by another, or the forward reads
+            a number from a buffer that it writes.
     """
     program = compiled.program
+    _refuse_numbers_of_written_buffers(program)
     starts = [0, *ends[:-1]]
     parts = [list(chain[start:end]) for start, end in zip(starts, ends, strict=True)]
     stage_of = {index: stage for stage, part in enumerate(parts) for index in part}
@@ -237,6 +239,17 @@ def sent_like(compiled: CompiledProgram, ref: Ref, *, flows: bool = True) -> Ten
     return like.requires_grad_(flows and compiled.differentiable[region.name][ref.output])
 
 
+def _refuse_numbers_of_written_buffers(program: Program) -> None:
+    for each in program.decisions:
+        for name in sorted(program.mutated_buffers.keys() & set(each.sources)):
+            raise UnsupportedError(
+                f"the forward reads a number from buffer {name!r}, which it also writes: {each}. "
+                "The number may change between the microbatches of a step, which run one program, "
+                "and other stages do not have what is written: pass it as an argument, or write "
+                "the buffer between steps"
+            )
+
+
 def _refuse_shared_buffers(
     program: Program, parts: Sequence[Sequence[int]], written: Sequence[Mapping[str, Ref]]
 ) -> None:
@@ -246,7 +259,8 @@ def _refuse_shared_buffers(
             if stage != writer_of[name]:
                 raise UnsupportedError(
                     f"buffer {name!r} is written by stage {writer_of[name]} of the pipeline and "
-                    f"read by stage {stage}: each stage has buffers of its own"
+                    f"read by stage {stage}: each stage has buffers of its own; pass the value "
+                    "as an argument, or write the buffer between steps"
                 )
 
 

@@ -15,16 +15,8 @@ from torch.fx import Node
 from sp_compiler.base.pass_report import Pass, report_of
 from sp_compiler.ir.captured import Captured
 from sp_compiler.ir.fx import output_node
+from sp_compiler.ir.program import loss_position
 from sp_compiler.ir.rewriting import erase_dead
-
-
-def loss_node(captured: Captured) -> Node | None:
-    """Return the loss: the first scalar output of the model that has a gradient; ``None`` without
-    one."""
-    for leaf in captured.outputs[: captured.out_spec.num_leaves]:
-        if isinstance(leaf, Node) and leaf.meta["val"].dim() == 0 and leaf.meta["requires_grad"]:
-            return leaf
-    return None
 
 
 def loss_only(captured: Captured) -> None:
@@ -33,12 +25,11 @@ def loss_only(captured: Captured) -> None:
     What forward stores in attributes is dropped too; buffers are still written. A model without a
     loss stays as it is.
     """
-    loss = loss_node(captured)
-    if loss is None:
+    kept = loss_position(captured.out_spec, _scalars(captured))
+    if kept is None:
         return
     output = output_node(captured.module.graph)
     returned = list(output.args[0])
-    kept = returned.index(loss)
     others = [
         position
         for position, leaf in enumerate(captured.outputs)
@@ -50,3 +41,12 @@ def loss_only(captured: Captured) -> None:
     report_of(Pass.LOSS_ONLY).rewrote(len(others), kind="output that no step returns")
     erase_dead(captured.module.graph)
     captured.drop_unused_placeholders()
+
+
+def _scalars(captured: Captured) -> list[int]:
+    leaves = captured.outputs[: captured.out_spec.num_leaves]
+    return [
+        position
+        for position, leaf in enumerate(leaves)
+        if isinstance(leaf, Node) and leaf.meta["val"].dim() == 0 and leaf.meta["requires_grad"]
+    ]

@@ -173,9 +173,9 @@ def pipeline(  # noqa: PLR0913 - all by keyword, each described below
     >>> optimizer.step()
 
     Args:
-        model: as for :func:`compile`; its forward must return the loss, as HuggingFace models do if
-            they get labels. If it is built on the meta device, a rank never holds more than its
-            stages (:meth:`PipelineModule.load_pretrained`).
+        model: as for :func:`compile`; its forward returns the loss: the scalar that it calls
+            ``loss``, or else the first one with a gradient. If it is built on the meta device, a
+            rank never holds more than its stages (:meth:`PipelineModule.load_pretrained`).
         mesh: with an axis named "pp", one named "tp" if stages are to be tensor-parallel, and for
             data parallelism any of "dp_replicate", "dp_shard" and "ep", which divides experts:
             ranks along these get different batches (see :func:`sp_compiler.data_shard`).

@@ -164,7 +164,12 @@ def apply_data_parallelism(
         compiled: the program whose blocks are wrapped.
         group: with the data axes.
         options: of ``fully_shard`` or ``replicate``.
+
+    Raises:
+        UnsupportedError: a block trains parameters of several dtypes.
     """
+    blocks = list(_self_contained_blocks(root, compiled))
+    _refuse_mixed_dtypes(root, [*blocks, ""])
     mesh, apply = group.data.mesh, _apply(group.data)
     if group.grid is not None:
         mesh, options = _with_experts_apart(group.grid, options)
@@ -176,10 +181,36 @@ def apply_data_parallelism(
         "mp_policy": replace(policy, output_dtype=None, cast_forward_inputs=False),
     }
     # The root last: FSDP2 manages there what no block before it has taken.
-    for path in _self_contained_blocks(root, compiled):
+    for path in blocks:
         apply(root.get_submodule(path), mesh=mesh, **inside)
     apply(root, mesh=mesh, **options)
     watch_fsdp(root.modules())
+
+
+def _refuse_mixed_dtypes(root: nn.Module, wrapped: Iterable[str]) -> None:
+    """Raise an error for what FSDP2 refuses in the first step, without a name.
+
+    Args:
+        wrapped: paths of the modules to which it is applied, each before those around it.
+    """
+    seen: set[int] = set()
+    for path in wrapped:
+        own = [
+            (f"{path}.{name}" if path else name, parameter)
+            for name, parameter in root.get_submodule(path).named_parameters()
+            if parameter.requires_grad and id(parameter) not in seen
+        ]
+        seen.update(id(parameter) for _, parameter in own)
+        first = {parameter.dtype: name for name, parameter in reversed(own)}
+        if len(first) > 1:
+            found = ", ".join(f"{name!r} is {dtype}" for dtype, name in first.items())
+            where = f"block {path!r}" if path else "the model outside of its blocks"
+            raise UnsupportedError(
+                f"{where} trains parameters of several dtypes ({found}): FSDP2 reduces their "
+                "gradients together, in one dtype; cast them to one before the compilation, or "
+                "freeze those of the others (fsdp=dict(mp_policy=...) chooses the dtype to "
+                "compute in)"
+            )
 
 
 def _apply(data: DataAxes) -> Any:

@@ -8,12 +8,13 @@ traced and generated once, and called once per layer that it represents.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
 from torch.utils._pytree import TreeSpec
 
 from sp_compiler.base.decisions import Decision
@@ -182,3 +183,20 @@ class Program:
             if producer not in returned_calls:
                 dead[user].append(producer)
         return dead
+
+
+def loss_position(out_spec: TreeSpec, scalars: Collection[int]) -> int | None:
+    """Return the position of the loss in the flattened outputs of a model; ``None`` without one.
+
+    It is the output that the model calls ``loss`` (a key, or a field), or else the first one.
+
+    Args:
+        out_spec: structure of the model's own output.
+        scalars: positions of the outputs that are scalars with a gradient.
+    """
+    # Parts of a loss may come before their sum, and have gradients too.
+    outputs = pytree.tree_unflatten(range(out_spec.num_leaves), out_spec)
+    named = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if isinstance(named, int) and named in scalars:
+        return named
+    return min(scalars, default=None)

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from sp_compiler.base.errors import ArgumentError, CaptureError
 from sp_compiler.base.log import LOG
 from sp_compiler.base.placement import I, Placement
 from sp_compiler.grid.data_parallel import apply_data_parallelism
+from sp_compiler.grid.initial_weights import agree_on_weights
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.module.fixed_parts import refuse_no_parameters, refuse_other_parameters
 from sp_compiler.module.module_tree import MirrorModule
@@ -30,7 +32,6 @@ from sp_compiler.runtime.kernels import compile_kernels
 from sp_compiler.runtime.keys.call_key import CallKey, call_key
 from sp_compiler.runtime.keys.differences import differences
 from sp_compiler.runtime.parameter_gradients import local_tensor
-from sp_compiler.runtime.rank_checks import fingerprints
 from sp_compiler.trace.arguments import about_arguments, argument_text
 from sp_compiler.trace.attributes.reads import AttributeReads, recorded_attributes
 from sp_compiler.trace.environment import without_saved_tensor_hooks
@@ -144,8 +145,12 @@ def shard_over_data(state: ModuleState) -> None:
         )
     # Taken out first, so that whatever this calls finds it done.
     options, state.fsdp_options = state.fsdp_options, None
-    compiled = state.compiled("data parallelism")
-    apply_data_parallelism(state.root, compiled, state.group, options)
+    try:
+        compiled = state.compiled("data parallelism")
+        apply_data_parallelism(state.root, compiled, state.group, options)
+    except BaseException:
+        state.fsdp_options = options  # later calls would reduce no gradients over the data axes
+        raise
 
 
 def run(state: ModuleState, executor: Executor, leaves: list[Any]) -> Any:
@@ -232,14 +237,12 @@ def _compare(state: ModuleState, tensors: Mapping[str, Mapping[str, Tensor]]) ->
     }
     if not fresh:
         return
-    if state.initial_weights == "broadcast":
-        # Shapes first: a broadcast into another shape would take the process down.
-        state.agreement.require_equal("broadcasts its weights", _shapes(fresh))
-        for value in fresh.values():
-            if not value.is_meta:
-                broadcast(value, state.group)
-    else:
-        state.agreement.require_equal("compares its weights", fingerprints(fresh))
+    agree_on_weights(
+        fresh,
+        state.agreement.require_same_model,
+        partial(broadcast, group=state.group),
+        broadcasts=state.initial_weights == "broadcast",
+    )
     # What is on meta is compared later, once it has numbers.
     state.compared.update(name for name, value in fresh.items() if not value.is_meta)
 
@@ -255,26 +258,23 @@ def _compare_over_data(state: ModuleState, placements: Mapping[str, Placement]) 
     """
     if not state.group.data_boards:
         return
+    facts = {f"placement of {name!r}": str(where) for name, where in placements.items()}
+    agree_on_weights(
+        weights_of(state),
+        lambda purpose, own: state.agreement.require_equal_over_data(purpose, {**facts, **own}),
+        partial(broadcast_over_data, group=state.group),
+        broadcasts=state.initial_weights == "broadcast",
+    )
+
+
+def weights_of(state: ModuleState) -> dict[str, Tensor]:
+    """Return the parameters and buffers of this rank, by kind and name."""
     named = {"parameter": state.parameters, "buffer": state.buffers}
-    tensors = {
+    return {
         f"{kind} {name!r}": local_tensor(value)
         for kind, values in named.items()
         for name, value in values.items()
     }
-    facts = {f"placement of {name!r}": str(where) for name, where in placements.items()}
-    if state.initial_weights == "broadcast":
-        purpose = "broadcasts its weights"
-        state.agreement.require_equal_over_data(purpose, {**facts, **_shapes(tensors)})
-        for value in tensors.values():
-            if not value.is_meta:
-                broadcast_over_data(value, state.group)
-    else:
-        purpose = "compares its weights"
-        state.agreement.require_equal_over_data(purpose, {**facts, **fingerprints(tensors)})
-
-
-def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    return {n: f"{v.dtype} {tuple(v.shape)} {v.is_meta}" for n, v in tensors.items()}
 
 
 def _compile(

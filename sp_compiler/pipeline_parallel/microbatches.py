@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from sp_compiler.base.decisions import read
 from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.ir.compiled_program import CompiledProgram
-from sp_compiler.ir.program import Ref
+from sp_compiler.ir.program import Program, Ref
 from sp_compiler.module.outputs import user_output
 from sp_compiler.pipeline_parallel.stage_program import loss_of, returned_refs
 from sp_compiler.runtime.group import TensorParallelGroup
@@ -75,6 +76,32 @@ def microbatches_of(leaves: Sequence[Any], names: Sequence[str], count: int) -> 
         for leaf, size in zip(leaves, sizes, strict=True)
     ]
     return [[piece[number] for piece in pieces] for number in range(count)]
+
+
+def require_one_way(
+    program: Program, parts: Sequence[Sequence[Any]], buffers: Mapping[str, Tensor]
+) -> None:
+    """Raise an error unless the forward of each microbatch reads the numbers that ``program`` is
+    for.
+
+    Args:
+        program: of the first microbatch; the others run it too.
+        parts: flattened inputs of the other microbatches.
+        buffers: name to buffer.
+
+    Raises:
+        UnsupportedError: a number differs, with its line.
+    """
+    for number, leaves in enumerate(parts, start=1):
+        # In order: the forward takes another way from the first that differs.
+        for each in program.decisions:
+            if (value := repr(read(each, leaves, buffers))) != each.value:
+                raise UnsupportedError(
+                    f"the forward reads a number from its inputs, {each} for microbatch 0 and "
+                    f"{value} for microbatch {number}, and the microbatches of a step run one "
+                    "program: compute what depends on it with tensors (torch.where), pad the "
+                    "batch so that the number is the same, or pass it as an argument"
+                )
 
 
 def joined_outputs(

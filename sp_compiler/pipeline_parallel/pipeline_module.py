@@ -30,6 +30,7 @@ from sp_compiler.pipeline_parallel.microbatch_recompute import Places, cut, savi
 from sp_compiler.pipeline_parallel.microbatches import (
     joined_outputs,
     microbatches_of,
+    require_one_way,
     user_outputs,
 )
 from sp_compiler.pipeline_parallel.ranks import StageRanks, Weigh
@@ -105,10 +106,11 @@ class PipelineModule(StageParameters):
         """Compile for this batch, cut into stages, and drop the parameters of other ranks."""
         self.module.require_runnable_hooks(on_root=True)
         leaves, structure, names = self._flat(args, kwargs)
-        first = microbatches_of(leaves, names, self._microbatches)[0]
+        parts = microbatches_of(leaves, names, self._microbatches)
         with self._stage_ranks.reporting():
             self._stage_ranks.agree(leaves, structure, names)
-            compiled = executor_for(self._state, first, structure).compiled
+            self._stage_ranks.agree_on_weights()
+            compiled = self._program_of(parts, structure)
             stages = self._cut(compiled)
             ranks = [self._schedule.rank_of(i, self._axis.size) for i in range(len(stages))]
             self._held = [stage.parameters for stage in stages]
@@ -251,8 +253,7 @@ class PipelineModule(StageParameters):
                     "other stages do not know of: freeze before"
                 )
             self._stage_ranks.agree(leaves, structure, names)
-            # Of the first, for all microbatches have one size.
-            compiled = executor_for(state, parts[0], structure).compiled
+            compiled = self._program_of(parts, structure)
             require_data(state)
             if id(compiled) not in self._runners:
                 self._runners[id(compiled)] = compiled, self._runner(self._cut(compiled))
@@ -274,6 +275,14 @@ class PipelineModule(StageParameters):
             outputs = joined_outputs(compiled, state.group, feed.outputs, weights, parts)
             loss = self._stage_ranks.total(feed.losses)
             return loss if loss_only else user_outputs(compiled, loss, outputs)
+
+    def _program_of(
+        self, parts: Sequence[list[Any]], structure: pytree.TreeSpec
+    ) -> CompiledProgram:
+        """Return the program of these microbatches, which have one size."""
+        compiled = executor_for(self._state, parts[0], structure).compiled
+        require_one_way(compiled.program, parts[1:], self._state.buffers)
+        return compiled
 
     def _reduce_partial(self) -> None:
         """Sum pending gradients over the tensor-parallel ranks, once per step.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from sp_compiler.base.errors import ArgumentError
+from sp_compiler.grid.initial_weights import agree_on_weights
 from sp_compiler.grid.watched_group import WatchedGroup, watched
+from sp_compiler.module.calls import weights_of
 from sp_compiler.module.state import ModuleState
 from sp_compiler.ops.counter import call_seed, draw_seed
 from sp_compiler.pipeline_parallel.axes import PipelineAxis
@@ -63,6 +67,24 @@ class StageRanks:
         if hooks := self._state.layout.hooks():
             self._state.agreement.require_equal("runs hooks of blocks", {"hooks": hooks})
 
+    def agree_on_weights(self) -> None:
+        """Compare parameters and buffers with those of the other stages, or take the first rank's.
+
+        While each rank still has the full model: a stage that started from other files, or from
+        another seed, than the rest would be trained on as if it belonged to them.
+
+        Raises:
+            RankMismatchError: they differ, with their names.
+        """
+        if self._axis.size == 1:
+            return
+        agree_on_weights(
+            weights_of(self._state),
+            self._agreement.require_same_model,
+            partial(broadcast, group=self._axis.watched),
+            broadcasts=self._state.initial_weights == "broadcast",
+        )
+
     def meet_over_data(self) -> None:
         """Wait for the other parts of the data, and check whether they failed.
 
@@ -105,9 +127,7 @@ class StageRanks:
         if weigh is None:
             return [1 / len(parts)] * len(parts)
         calls = [pytree.tree_unflatten(part, structure) for part in parts]
-        weights = [
-            torch.as_tensor(weigh(*args, **kwargs), dtype=torch.float64) for args, kwargs in calls
-        ]
+        weights = [_number(weigh(*args, **kwargs)) for args, kwargs in calls]
         total = torch.stack(weights).sum().to(self._state.device())
         data = self._state.group.data
         for name in data.names:
@@ -124,3 +144,22 @@ class StageRanks:
             total += loss
         # The others add nothing.
         return self._axis.watched.communicator.all_reduce(total, "P", "I")
+
+
+def _number(weight: Any) -> Tensor:
+    """Return what ``weigh`` returned for a microbatch, without dimensions.
+
+    Raises:
+        ArgumentError: it is not one number.
+    """
+    if isinstance(weight, Tensor | float | int):
+        number = torch.as_tensor(weight, dtype=torch.float64)
+        if number.numel() == 1:
+            return number.detach().reshape(())
+    what = (
+        f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
+    )
+    raise ArgumentError(
+        f"weigh= returned {what} for a microbatch: expected one number, the weight of its loss, "
+        "such as (labels != -100).sum()"
+    )

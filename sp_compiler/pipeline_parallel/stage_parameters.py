@@ -139,8 +139,6 @@ class StageParameters:
         self._state.has_data = False
         self._trained = self._trained_now()
         self._ties = TiedParameters(holders, self._axis)
-        # Each rank made its own model, from a random state of its own perhaps.
-        self._ties.broadcast(self._state.parameters)
 
     def _trained_now(self) -> tuple[bool, ...]:
         # Every step asks: module.parameters() would walk through all modules.

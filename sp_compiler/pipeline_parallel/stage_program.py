@@ -23,7 +23,7 @@ from torch import Tensor
 from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.fx import ancestors
-from sp_compiler.ir.program import Call, Program, Ref
+from sp_compiler.ir.program import Call, Program, Ref, loss_position
 
 
 @dataclass(frozen=True)
@@ -63,16 +63,21 @@ def is_table(program: Program, call: Call) -> bool:
 
 
 def loss_of(program: Program) -> Ref:
-    """Return the loss: the first scalar output of the model that has a gradient.
+    """Return the loss: the scalar output with a gradient that the model calls ``loss``, or else the
+    first one.
 
     Raises:
         ArgumentError: there is none.
     """
-    for ref in program.outputs:
+    scalars: dict[int, Ref] = {}
+    for position, ref in enumerate(program.outputs[: program.out_spec.num_leaves]):
         if isinstance(ref, Ref) and ref.kind == "call":
             node = program.calls[ref.index].region.outputs[ref.output]
             if node.meta["val"].dim() == 0 and node.meta.get("requires_grad"):
-                return ref
+                scalars[position] = ref
+    loss = loss_position(program.out_spec, scalars)
+    if loss is not None:
+        return scalars[loss]
     raise ArgumentError(
         "the model returns no loss: no output is a scalar with a gradient. A pipeline runs forward "
         "and backward of its microbatches in turns, so the loss has to come from the model: pass "
@@ -109,9 +114,11 @@ def stages_of(
     """Cut ``compiled`` before ``chain[end]`` for each of ``ends`` but the last.
 
     Raises:
-        UnsupportedError: a buffer is written by one stage and read by another.
+        UnsupportedError: a buffer is written by one stage and read by another, or the forward reads
+            a number from a buffer that it writes.
     """
     program = compiled.program
+    _refuse_numbers_of_written_buffers(program)
     starts = [0, *ends[:-1]]
     parts = [list(chain[start:end]) for start, end in zip(starts, ends, strict=True)]
     stage_of = {index: stage for stage, part in enumerate(parts) for index in part}
@@ -232,6 +239,17 @@ def sent_like(compiled: CompiledProgram, ref: Ref, *, flows: bool = True) -> Ten
     return like.requires_grad_(flows and compiled.differentiable[region.name][ref.output])
 
 
+def _refuse_numbers_of_written_buffers(program: Program) -> None:
+    for each in program.decisions:
+        for name in sorted(program.mutated_buffers.keys() & set(each.sources)):
+            raise UnsupportedError(
+                f"the forward reads a number from buffer {name!r}, which it also writes: {each}. "
+                "The number may change between the microbatches of a step, which run one program, "
+                "and other stages do not have what is written: pass it as an argument, or write "
+                "the buffer between steps"
+            )
+
+
 def _refuse_shared_buffers(
     program: Program, parts: Sequence[Sequence[int]], written: Sequence[Mapping[str, Ref]]
 ) -> None:
@@ -241,7 +259,8 @@ def _refuse_shared_buffers(
             if stage != writer_of[name]:
                 raise UnsupportedError(
                     f"buffer {name!r} is written by stage {writer_of[name]} of the pipeline and "
-                    f"read by stage {stage}: each stage has buffers of its own"
+                    f"read by stage {stage}: each stage has buffers of its own; pass the value "
+                    "as an argument, or write the buffer between steps"
                 )
 
 

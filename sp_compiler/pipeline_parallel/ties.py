@@ -34,20 +34,6 @@ class TiedParameters:
         self._own = [name for name, ranks in self.holders.items() if axis.rank in ranks]
 
     @torch.no_grad()
-    def broadcast(self, parameters: Mapping[str, Tensor]) -> None:
-        """Copy the first holder's values to all holders; parameters on meta have none."""
-        for name in self._own:
-            value = local_tensor(parameters[name])
-            if value.is_meta:
-                continue
-            sent = value.contiguous()
-            dist.broadcast(sent, group=self._groups[self.holders[name]], group_src=0)
-            # Collectives want a block of memory, which a part with room for padding behind it may
-            # not be.
-            if sent is not value:
-                value.copy_(sent)
-
-    @torch.no_grad()
     def before(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Remove and return ``grad``, which an earlier step has already summed over the ranks."""
         earlier = {}

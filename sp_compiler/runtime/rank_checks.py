@@ -159,6 +159,16 @@ class RankAgreement:
         if self._group.board is not None:
             self._meet(self._group.board, purpose, facts, _SAME_BATCH)
 
+    def require_same_model(self, purpose: str, facts: Mapping[str, str]) -> None:
+        """Like :meth:`require_equal`, of facts about the model that the ranks start with.
+
+        Raises:
+            RankMismatchError: as :meth:`require_equal`.
+            RankFailureError: as :meth:`require_equal`.
+        """
+        if self._group.board is not None:
+            self._meet(self._group.board, purpose, facts, _SAME_MODEL)
+
     def require_equal_over_data(self, purpose: str, facts: Mapping[str, str]) -> None:
         """Like :meth:`require_equal`, but between ranks that read different data.
 

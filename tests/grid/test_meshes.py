@@ -126,6 +126,22 @@ def test_parameters_without_dimensions() -> None:
     sp_compiler.compile(model, mesh=_mesh(dp_shard=4, tp=2), fsdp=False)
 
 
+@pytest.mark.parametrize(
+    ("name", "where"), [("blocks.1", r"block 'blocks\.1'"), ("", "the model outside of its blocks")]
+)
+def test_parameters_of_several_dtypes(name: str, where: str) -> None:
+    """Which FSDP2 refuses in the first step; those that are frozen may have any."""
+    model = net()
+    model.get_submodule(name).register_parameter("other", torch.nn.Parameter(torch.ones(2)))
+    module = sp_compiler.compile(model, mesh=_mesh(dp_shard=4, tp=2))
+    for _ in range(2):  # no call goes on without data parallelism
+        with pytest.raises(UnsupportedError, match=rf"{where} trains .*other' is torch.float32"):
+            module.prepare(batch())
+    module.get_parameter(f"{name}.other" if name else "other").requires_grad_(False)
+    module.prepare(batch())
+    assert isinstance(module, FSDPModule)
+
+
 def test_an_error_behind_the_placement_is_the_one_raised(monkeypatch: Any) -> None:
     def fail(*_: Any) -> None:
         raise ValueError("of FSDP2")

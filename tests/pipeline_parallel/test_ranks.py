@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import sp_compiler
-from sp_compiler import ArgumentError, UnsupportedError, api
+from sp_compiler import ArgumentError, RankMismatchError, UnsupportedError, api
 from sp_compiler.compiler import build
 from tests.helpers.ranks import run_on_ranks
 from tests.models import architectures, zoo
@@ -297,19 +297,25 @@ def test_checkpoint_has_every_parameter_once(tmp_path: Any) -> None:
 
 
 def _weighed() -> None:
-    """Microbatches weighed by their tokens give the loss of the batch."""
+    """Microbatches weighed by their tokens give the loss of the batch; rank 0 has the weights."""
     batch = _batch("llama")
     batch["labels"][:3, 4:] = -100
     with _LIFTED:
         # Without dropout: other masks belong to the rows of a microbatch than to those of a batch.
         truth = sp_compiler.compile(_model("llama", 2).eval(), tp=1)
         expected = zoo.loss_of(truth(**batch))
+        other = _model("llama", 2).eval()
+        if dist.get_rank() == 1:  # one that has not read the checkpoint
+            for parameter in other.parameters():
+                nn.init.ones_(parameter)
         pipeline = sp_compiler.pipeline(
-            _model("llama", 2).eval(),
+            other,
             mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)),
             example_inputs=((), batch),
             microbatches=2,
-            weigh=lambda input_ids, labels: (labels[:, 1:] != -100).sum(),
+            # A tensor of one element is a number too.
+            weigh=lambda input_ids, labels: (labels[:, 1:] != -100).sum()[None],
+            initial_weights="broadcast",
         )
         torch.testing.assert_close(pipeline.step(**batch), expected.double(), rtol=1e-9, atol=1e-9)
         # A microbatch without a label, whose own mean is NaN.
@@ -348,6 +354,11 @@ def _wrong_meshes() -> None:
         pipeline(model, mesh=pp, weigh=3)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="1 layers, too few for 2 pipeline stages"):
         pipeline(model, mesh=pp)
+    other = zoo.build("plain", layers=2)
+    with torch.no_grad():
+        next(iter(other.parameters())).fill_(dist.get_rank())
+    with pytest.raises(RankMismatchError, match=r"differ between .* initial_weights='broadcast'"):
+        pipeline(other, mesh=pp)
     # Nothing was taken over.
     assert zoo.loss_of(model(**example[1])).isfinite()
 

@@ -157,6 +157,30 @@ def test_a_model_without_loss() -> None:
         loss_of(compiled.program)
 
 
+@pytest.mark.parametrize(
+    ("keys", "chosen"), [(("part", "loss"), "loss"), (("loss", "part"), "loss"), (("a", "b"), "a")]
+)
+def test_the_loss_is_the_output_of_that_name_or_else_the_first(
+    keys: tuple[str, str], chosen: str
+) -> None:
+    """A part of the loss may be returned before the sum, with a gradient of its own."""
+
+    class Model(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            mean = super().forward(x).pow(2).mean()
+            return dict(zip(keys, (mean, 3 * mean), strict=True))
+
+    model, x = Model(4, 4), torch.randn(6, 4)
+    expected = model(x)[chosen]
+    for options in (STAGED, CompileOptions(tables_apart=True)):
+        compiled = build(model, (x,), {}, options)
+        position = compiled.program.outputs.index(loss_of(compiled.program))
+        run = Executor(compiled, Communicator(None, 0, 1)).run(
+            dict(model.named_parameters()), {}, [x], SEED
+        )
+        torch.testing.assert_close(run.outputs[position], expected)
+
+
 class _Repeated(nn.Module):
     """One layer, used as often as there are numbers in ``times``; counts its own calls."""
 
@@ -296,6 +320,21 @@ def test_a_pipeline_of_one_rank() -> None:
     expected.backward()
     torch.testing.assert_close(loss, expected.detach())
     assert_same_gradients(pipeline.module, model)
+
+
+@pytest.mark.parametrize("weight", [torch.ones(3), None])
+def test_weights_that_are_no_number(weight: Any) -> None:
+    with fake_group(1):
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("pp",))
+        pipeline = sp_compiler.pipeline(
+            net(),
+            mesh=mesh,
+            example_inputs=((batch(),), {}),
+            microbatches=2,
+            weigh=lambda _: weight,
+        )
+        with pytest.raises(ArgumentError, match=r"weigh= returned .* expected one number"):
+            pipeline.step(batch())
 
 
 def test_no_mesh() -> None:

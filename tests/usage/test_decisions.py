@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -92,3 +93,46 @@ def test_plan_says_what_was_decided() -> None:
         note for note in module.plan.notes if note.endswith("-> False")
     ]
     assert not module.calls  # nothing ran
+
+
+ASKED: dict[str, Callable[[Tensor], bool]] = {
+    "grad": lambda y: torch.is_grad_enabled(),
+    "inference": lambda y: torch.is_inference_mode_enabled(),
+    "requires_grad": lambda y: y.requires_grad,
+    "grad_fn": lambda y: y.grad_fn is not None,
+}
+
+
+class Asking(nn.Module):
+    """Scales by what its caller's modes are."""
+
+    def __init__(self, ask: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 3, dtype=torch.float64)
+        self.ask = ask
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        # What the model sets itself is no mode of its caller, and that of a parameter is none.
+        with torch.no_grad():
+            assert not torch.is_grad_enabled()
+            assert self.linear.weight.requires_grad
+        return y * (2 if self.ask(y) else 3)
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_modes_of_the_caller(asked: str) -> None:
+    eager = Asking(ASKED[asked])
+    module = compiled(lambda: copy.deepcopy(eager))
+    for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode, torch.no_grad):
+        with mode():
+            torch.testing.assert_close(module(batch()), eager(batch()), rtol=1e-12, atol=0)
+    assert num_compiled(module) == 2
+
+
+def test_modes_that_no_line_of_the_model_asks_for() -> None:
+    module = compiled(lambda: Asking(lambda y: False))
+    for mode in (torch.no_grad, torch.enable_grad):
+        with mode():
+            module(batch())
+    assert num_compiled(module) == 1

@@ -100,6 +100,25 @@ class ModeRead(Decision):
         return MODES[self.mode]() if callers is None else callers[self.mode]
 
 
+@dataclass(frozen=True, eq=False)
+class LayoutRead(Decision):
+    """The order in memory of a tensor that the model is given.
+
+    Attributes:
+        source: index of the leaf of the inputs.
+    """
+
+    source: int
+
+    def read(self, leaves: Sequence[Any], buffers: Mapping[str, Tensor]) -> str:
+        return layout(leaves[self.source])
+
+
+def layout(tensor: Tensor) -> str:
+    """Return how the elements of ``tensor`` lie in memory: equal for all sizes if it is plain."""
+    return "contiguous" if tensor.is_contiguous() else f"strides {tuple(tensor.stride())}"
+
+
 def hold(
     decisions: Sequence[Decision], leaves: Sequence[Any], buffers: Mapping[str, Tensor]
 ) -> bool:

@@ -2,7 +2,7 @@
 
 A traced tensor has no values. Numbers that depend on inputs and buffers alone can be computed from
 the example, and again before every call: they are computed eagerly and recorded as decisions of the
-program. So are the caller's modes, which the capture changes.
+program. So are the caller's modes, which the capture changes, and the layout of inputs.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +25,16 @@ from torch.fx.node import map_arg
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from sp_compiler.base.decisions import MODES, Decision, ModeRead, NumberRead
+from sp_compiler.base.decisions import Decision, LayoutRead, ModeRead, NumberRead, layout
 from sp_compiler.base.errors import CaptureError
-from sp_compiler.base.warn import in_library, user_line
+from sp_compiler.base.warn import user_line
 from sp_compiler.ir.program import Ref
 from sp_compiler.trace.attributes.changes import replaced_forward
-from sp_compiler.trace.tracer_patches import warned_of_symbols_in_text
+from sp_compiler.trace.tracer_patches import (
+    asked_by_model,
+    modes_answered,
+    warned_of_symbols_in_text,
+)
 
 _CASTS: dict[object, Callable[..., Any]] = {
     Tensor.item: lambda value: value,
@@ -65,6 +67,10 @@ _OF_GRAD_MODE: dict[object, Any] = {
     Tensor.grad_fn.__get__: None,  # type: ignore[union-attr]
 }
 """Attributes of a result that tell whether gradients are recorded, and what they are if not."""
+
+_OF_LAYOUT = (Tensor.is_contiguous, Tensor.stride)
+_BY_LAYOUT = (Tensor.as_strided, torch.as_strided)
+"""Functions whose result depends on where the elements of a tensor lie in memory."""
 
 # Recognized by name, for want of anything better: torch raises them as they are.
 _DATA_DEPENDENT = ("GuardOnDataDependentSymNode", "DataDependentOutputException", "UserError")
@@ -102,6 +108,20 @@ class Reads:
         if not any(isinstance(x, ModeRead) and x.mode == mode for x in self.decisions):
             self.decisions.append(replace(asked, value=repr(value)))
         return value
+
+    def layout(self, source: int, leaf: Tensor, traced: Tensor) -> None:
+        """Record that the forward asks for the layout of an input, ``traced`` in the capture.
+
+        Raises:
+            CaptureError: the capture has it in another layout.
+        """
+        if layout(leaf) != layout(traced):
+            raise CaptureError(
+                f"the forward reads how an input lies in memory ({layout(leaf)}), which the "
+                f"capture had to change: {user_line()}; call it with .contiguous()"
+            )
+        if not any(isinstance(x, LayoutRead) and x.source == source for x in self.decisions):
+            self.decisions.append(LayoutRead(user_line(), repr(layout(leaf)), source))
 
     def text(self) -> str:
         """Message about the refused read."""
@@ -141,7 +161,7 @@ def recorded_reads(model: nn.Module, leaves: Sequence[Any]) -> Iterator[Reads]:
         reads.decisions.clear()
         try:
             mode = _ReadMode(reads, _Sources(sources, real, leaves, buffers))
-            with mode, warned_of_symbols_in_text(), _modes_of_caller(reads):
+            with mode, warned_of_symbols_in_text(), modes_answered(reads.callers):
                 return forward(*args, **kwargs)
         except Exception as error:
             if not is_data_dependent(error):
@@ -151,31 +171,6 @@ def recorded_reads(model: nn.Module, leaves: Sequence[Any]) -> Iterator[Reads]:
 
     with replaced_forward(model, reading):
         yield reads
-
-
-@contextlib.contextmanager
-def _modes_of_caller(reads: Reads) -> Iterator[None]:
-    """Context in which the model is told the modes of its caller, not those of the capture."""
-
-    def answering(mode: str) -> Callable[[], bool]:
-        ask = MODES[mode]
-        captured = ask()
-
-        def answer() -> bool:
-            # Where it differs from the capture's, the model has set it itself.
-            given = ask() is not captured or in_library(sys._getframe(1).f_code.co_filename)
-            return ask() if given else reads.callers(mode)
-
-        return answer
-
-    grad, inference = answering("is_grad_enabled"), answering("is_inference_mode_enabled")
-    # torch internals: torch.is_grad_enabled and torch.is_inference_mode_enabled. Neither shows in a
-    # graph, nor is passed to modes of torch functions.
-    with (
-        mock.patch.object(torch, "is_grad_enabled", grad),
-        mock.patch.object(torch, "is_inference_mode_enabled", inference),
-    ):
-        yield
 
 
 def _attributes(model: nn.Module) -> dict[tuple[str, str], Tensor]:
@@ -274,11 +269,12 @@ class _ReadMode(TorchFunctionMode):
                 return _CASTS[func](self._decide(node, parts), *args[1:])
             # Torch may still have an answer (a constant), or nobody may use what it returns.
             self._reads.refused = self._reads.refused or (user_line(), refusal)
-        if func in _OF_GRAD_MODE and not self._is_given(args[0]):
+        if func in _OF_GRAD_MODE and asked_by_model() and not self._is_given(args[0]):
             value = func(*args)
-            asks = value and not in_library(sys._getframe(1).f_code.co_filename)
-            records = not asks or self._reads.callers("is_grad_enabled")
+            records = not value or self._reads.callers("is_grad_enabled")
             return value if records else _OF_GRAD_MODE[func]
+        if func in _BY_LAYOUT or (func in _OF_LAYOUT and asked_by_model()):
+            self._read_layout(args[0])
         # Module.to() assigns a parameter to itself where nothing is to be done.
         if func in _UNSEEN and args[0] is not args[-1]:
             raise CaptureError(f"the forward {_UNSEEN[func]}: {user_line()}")
@@ -287,6 +283,15 @@ class _ReadMode(TorchFunctionMode):
     def _is_given(self, tensor: Tensor) -> bool:
         """Return whether it is an input, a buffer or a parameter, for which no mode counts."""
         return _node_of(tensor) in self._sources.refs
+
+    def _read_layout(self, tensor: Tensor) -> None:
+        """Record it for the inputs that ``tensor`` is a view of: theirs decides its own."""
+        node = _node_of(tensor)
+        storage = None if node is None else _storage(node)
+        for source, ref in self._sources.refs.items():
+            if ref.kind == "input" and storage is not None and _storage(source) == storage:
+                leaf = self._sources.leaves[ref.index]
+                self._reads.layout(ref.index, leaf, source.meta["val"])
 
     def _decide(self, node: Node, parts: Sequence[Node]) -> Any:
         """Read the number, and record it unless an earlier decision already does."""

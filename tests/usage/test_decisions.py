@@ -136,3 +136,33 @@ def test_modes_that_no_line_of_the_model_asks_for() -> None:
         with mode():
             module(batch())
     assert num_compiled(module) == 1
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a branch": lambda x: x * (2 if x.is_contiguous() else 3),
+    "a branch on a view": lambda x: x * (2 if x.mT.is_contiguous() else 3),
+    "a stride": lambda x: x * x.stride(0),
+    "by place": lambda x: x + x.as_strided((1, 3, WIDTH), (0, WIDTH, 1)),
+}
+
+
+class Placed(nn.Module):
+    """Reads how its input lies in memory."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 3, dtype=torch.float64)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.function(x))
+
+
+@pytest.mark.filterwarnings("ignore:every size of the inputs")  # as_strided
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_layouts_of_inputs(case: str) -> None:
+    eager = Placed(LAYOUTS[case])
+    module = compiled(lambda: copy.deepcopy(eager))
+    plain, turned = batch(2, 3), batch(3, 2).transpose(0, 1)
+    for x in (plain, turned, plain, turned, batch(4, 3), batch(3, 5).transpose(0, 1)):
+        torch.testing.assert_close(module(x), eager(x), rtol=1e-12, atol=0)

@@ -32,6 +32,7 @@ from sp_compiler.ir.program import Ref
 from sp_compiler.trace.attributes.changes import replaced_forward
 from sp_compiler.trace.tracer_patches import (
     asked_by_model,
+    inference_without_gradients,
     modes_answered,
     warned_of_symbols_in_text,
 )
@@ -161,7 +162,8 @@ def recorded_reads(model: nn.Module, leaves: Sequence[Any]) -> Iterator[Reads]:
         reads.decisions.clear()
         try:
             mode = _ReadMode(reads, _Sources(sources, real, leaves, buffers))
-            with mode, warned_of_symbols_in_text(), modes_answered(reads.callers):
+            answers = modes_answered(reads.callers)
+            with mode, warned_of_symbols_in_text(), answers, inference_without_gradients():
                 return forward(*args, **kwargs)
         except Exception as error:
             if not is_data_dependent(error):

@@ -146,6 +146,20 @@ def modes_answered(callers: Callable[[str], bool]) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def inference_without_gradients() -> Iterator[None]:
+    """Context in which a model's ``inference_mode`` is ``no_grad``: the tracer would not notice it,
+    and gradients would flow through what is computed there."""
+
+    def enter(this: Any) -> None:
+        this._inference_mode_context = (torch.no_grad if this.mode else torch.enable_grad)()
+        this._inference_mode_context.__enter__()
+
+    # torch internals: torch.inference_mode.__enter__, and where it keeps what it leaves at its end.
+    with mock.patch.object(torch.inference_mode, "__enter__", enter):
+        yield
+
+
 def asked_by_model() -> bool:
     """Return whether a line outside of PyTorch has called the function that calls this one."""
     return not in_library(sys._getframe(2).f_code.co_filename)

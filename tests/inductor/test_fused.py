@@ -155,6 +155,18 @@ def test_a_function_of_no_tensors(rows: list[int]) -> None:
     assert torch.equal(got, expected)
 
 
+def test_rows_that_are_added_to_their_own_tensor() -> None:
+    """Inductor adds in place, and must not read what it has changed."""
+
+    def function(tp: Communicator, x: Tensor, rows: Tensor) -> Tensor:
+        y = x * 2
+        return y.index_put((rows,), y[:2], accumulate=True)
+
+    x, rows = torch.arange(24.0).reshape(6, 4), torch.tensor([1, 2])
+    got, expected = _on_rank(fused(function, [x, rows]), 0, x, rows)
+    assert torch.equal(got, expected)
+
+
 def test_a_graph_is_not_written_before_its_text_is_read() -> None:
     recompile = GraphModule.recompile
     count = mock.patch.object(GraphModule, "recompile", autospec=True, side_effect=recompile)

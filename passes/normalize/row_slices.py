@@ -12,6 +12,7 @@ product instead avoids a copy of the logits and a padding of their gradient.
 from __future__ import annotations
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from sp_compiler.base.pass_report import Pass
@@ -53,7 +54,8 @@ def _chain(node: Node) -> list[Node]:
 def _is_elementwise(node: Node) -> bool:
     """Return whether an element depends only on that of the first argument and on values shared by
     all rows."""
-    if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
+    # One of an operator's several results is taken by a function of Python.
+    if not isinstance(node.target, OpOverload) or not isinstance(node.args[0], Node):
         return False
     pointwise = torch.Tag.pointwise in node.target.tags or is_call(node, _aten._to_copy.default)
     rest = [operand for operand in node.all_input_nodes if operand is not node.args[0]]

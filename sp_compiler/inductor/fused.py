@@ -109,12 +109,15 @@ class Fused:
             )
         ]
         if traced.takes_rank:
-            values.insert(0, self._rank_on(rank, values[0].device))
+            values.insert(0, self._rank_beside(values, rank))
         return kernels(values)
 
-    def _rank_on(self, rank: int | Tensor, device: torch.device) -> Tensor:
+    def _rank_beside(self, values: Sequence[Any], rank: int | Tensor) -> Tensor:
         if isinstance(rank, Tensor):
             return rank
+        # A function may take sizes, or nothing but the rank: then it is where it was traced.
+        devices = (value.device for value in values if isinstance(value, Tensor))
+        device = next(devices, torch.device("cpu"))
         key = rank, device
         if key not in self._rank_tensors:
             self._rank_tensors[key] = torch.tensor(rank, device=device)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._subclasses import FakeTensorMode
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -23,6 +24,7 @@ from sp_compiler.inductor.shortcuts import shortcuts
 from sp_compiler.ir.symbolic import example_number
 from sp_compiler.ops.communicator import Communicator
 
+_aten = torch.ops.aten
 _PINNED = {
     # Its default moves what is recomputed, and what waits for a collective, to other places.
     "reorder_for_peak_memory": False,
@@ -139,9 +141,32 @@ def compile_graph(traced: Traced) -> Callable[[list[Any]], Sequence[Any]]:
     if traced.mode.shape_env is None:
         # The cache asks it for the guards of an entry, and passes a graph by that has none to ask.
         traced.mode.shape_env = ShapeEnv()
-    with tracing(TracingContext(traced.mode)), config.patch(_PINNED), shortcuts():
+    context = tracing(TracingContext(traced.mode))
+    with context, config.patch(_PINNED), shortcuts(), _own_values_read_first():
         kernels: Any = compile_fx_inner(traced.module, list(traced.fakes), is_inference=True)
     return kernels
+
+
+@contextlib.contextmanager
+def _own_values_read_first() -> Iterator[None]:
+    """Context in which ``index_put`` does not write into the tensor that it takes its values from.
+
+    Inductor lets it do so if nothing behind it reads the old numbers, and does not see that it
+    still reads them itself: rows that are added to others of their tensor would be added twice.
+    """
+    from torch._inductor.fx_passes.reinplace import inplaceable_ops
+
+    targets = (_aten.index_put.default, _aten._unsafe_index_put.default)
+    checked = {
+        each: replace(inplaceable_ops[each], extra_check=_reads_other_memory) for each in targets
+    }
+    with mock.patch.dict(inplaceable_ops, checked):
+        yield
+
+
+def _reads_other_memory(node: Node) -> bool:
+    changed, values = (node.args[place].meta["val"] for place in (0, 2))
+    return bool(values.untyped_storage()._cdata != changed.untyped_storage()._cdata)
 
 
 def _arrangement(fake: Any) -> Callable[[Tensor], Tensor] | None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
 
+from sp_compiler.base.decisions import callers_modes_kept
 from sp_compiler.base.errors import ArgumentError, CaptureError
 from sp_compiler.base.log import LOG
 from sp_compiler.base.placement import I, Placement
@@ -66,7 +67,7 @@ def executor_for(state: ModuleState, leaves: list[Any], structure: pytree.TreeSp
     if executor is None:
         refuse_no_parameters(state.parameters)
         # Parameters that are placed under inference_mode could never be trained.
-        with torch.inference_mode(False), without_saved_tensor_hooks():
+        with callers_modes_kept(), torch.inference_mode(False), without_saved_tensor_hooks():
             args, kwargs = pytree.tree_unflatten(leaves, structure)
             # Before the capture, whose error would be about code of torch.export.
             bound = state.original.bound_arguments(args, kwargs)

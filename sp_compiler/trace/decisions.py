@@ -1,8 +1,8 @@
-"""Numbers that a forward reads from tensors during capture.
+"""Numbers that a forward reads from tensors during capture, and modes of its caller.
 
 A traced tensor has no values. Numbers that depend on inputs and buffers alone can be computed from
 the example, and again before every call: they are computed eagerly and recorded as decisions of the
-program.
+program. So are the caller's modes, which the capture changes, and the layout of inputs.
 """
 
 from __future__ import annotations
@@ -25,12 +25,17 @@ from torch.fx.node import map_arg
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from sp_compiler.base.decisions import Decision, read
+from sp_compiler.base.decisions import Decision, LayoutRead, ModeRead, NumberRead, layout
 from sp_compiler.base.errors import CaptureError
 from sp_compiler.base.warn import user_line
 from sp_compiler.ir.program import Ref
 from sp_compiler.trace.attributes.changes import replaced_forward
-from sp_compiler.trace.tracer_patches import warned_of_symbols_in_text
+from sp_compiler.trace.tracer_patches import (
+    asked_by_model,
+    inference_without_gradients,
+    modes_answered,
+    warned_of_symbols_in_text,
+)
 
 _CASTS: dict[object, Callable[..., Any]] = {
     Tensor.item: lambda value: value,
@@ -58,6 +63,16 @@ _UNSEEN: dict[object, str] = {
 }
 """Functions that leave nothing in a trace, which would go on with what the example has."""
 
+_OF_GRAD_MODE: dict[object, Any] = {
+    Tensor.requires_grad.__get__: False,  # type: ignore[attr-defined]
+    Tensor.grad_fn.__get__: None,  # type: ignore[union-attr]
+}
+"""Attributes of a result that tell whether gradients are recorded, and what they are if not."""
+
+_OF_LAYOUT = (Tensor.is_contiguous, Tensor.stride)
+_BY_LAYOUT = (Tensor.as_strided, torch.as_strided)
+"""Functions whose result depends on where the elements of a tensor lie in memory."""
+
 # Recognized by name, for want of anything better: torch raises them as they are.
 _DATA_DEPENDENT = ("GuardOnDataDependentSymNode", "DataDependentOutputException", "UserError")
 
@@ -79,12 +94,35 @@ class Reads:
     """Reads during one capture.
 
     Attributes:
-        decisions: numbers read from inputs and buffers, in order.
+        decisions: numbers read from inputs and buffers, and modes of the caller, in order.
         refused: the line of the first read that depends on anything else, and what it depends on.
     """
 
     decisions: list[Decision] = field(default_factory=list)
     refused: tuple[str, str] | None = None
+
+    def callers(self, mode: str) -> bool:
+        """Return whether a mode of the caller is on, and record that the forward asks."""
+        asked = ModeRead(user_line(), "", mode)
+        value = asked.read((), {})
+        # A mode is the same in all of a call.
+        if not any(isinstance(x, ModeRead) and x.mode == mode for x in self.decisions):
+            self.decisions.append(replace(asked, value=repr(value)))
+        return value
+
+    def layout(self, source: int, leaf: Tensor, traced: Tensor) -> None:
+        """Record that the forward asks for the layout of an input, ``traced`` in the capture.
+
+        Raises:
+            CaptureError: the capture has it in another layout.
+        """
+        if layout(leaf) != layout(traced):
+            raise CaptureError(
+                f"the forward reads how an input lies in memory ({layout(leaf)}), which the "
+                f"capture had to change: {user_line()}; call it with .contiguous()"
+            )
+        if not any(isinstance(x, LayoutRead) and x.source == source for x in self.decisions):
+            self.decisions.append(LayoutRead(user_line(), repr(layout(leaf)), source))
 
     def text(self) -> str:
         """Message about the refused read."""
@@ -124,7 +162,8 @@ def recorded_reads(model: nn.Module, leaves: Sequence[Any]) -> Iterator[Reads]:
         reads.decisions.clear()
         try:
             mode = _ReadMode(reads, _Sources(sources, real, leaves, buffers))
-            with mode, warned_of_symbols_in_text():
+            answers = modes_answered(reads.callers)
+            with mode, warned_of_symbols_in_text(), answers, inference_without_gradients():
                 return forward(*args, **kwargs)
         except Exception as error:
             if not is_data_dependent(error):
@@ -232,16 +271,37 @@ class _ReadMode(TorchFunctionMode):
                 return _CASTS[func](self._decide(node, parts), *args[1:])
             # Torch may still have an answer (a constant), or nobody may use what it returns.
             self._reads.refused = self._reads.refused or (user_line(), refusal)
+        if func in _OF_GRAD_MODE and asked_by_model() and not self._is_given(args[0]):
+            value = func(*args)
+            records = not value or self._reads.callers("is_grad_enabled")
+            return value if records else _OF_GRAD_MODE[func]
+        if func in _BY_LAYOUT or (func in _OF_LAYOUT and asked_by_model()):
+            self._read_layout(args[0])
         # Module.to() assigns a parameter to itself where nothing is to be done.
         if func in _UNSEEN and args[0] is not args[-1]:
             raise CaptureError(f"the forward {_UNSEEN[func]}: {user_line()}")
         return func(*args, **(kwargs or {}))
 
+    def _is_given(self, tensor: Tensor) -> bool:
+        """Return whether it is an input, a buffer or a parameter, for which no mode counts."""
+        return _node_of(tensor) in self._sources.refs
+
+    def _read_layout(self, tensor: Tensor) -> None:
+        """Record it for the inputs that ``tensor`` is a view of: theirs decides its own."""
+        node = _node_of(tensor)
+        storage = None if node is None else _storage(node)
+        for source, ref in self._sources.refs.items():
+            if ref.kind == "input" and storage is not None and _storage(source) == storage:
+                leaf = self._sources.leaves[ref.index]
+                self._reads.layout(ref.index, leaf, source.meta["val"])
+
     def _decide(self, node: Node, parts: Sequence[Node]) -> Any:
         """Read the number, and record it unless an earlier decision already does."""
         fresh = _extracted(node, parts, self._sources)
-        value = read(fresh, self._sources.leaves, self._sources.buffers)
+        value = fresh.read(self._sources.leaves, self._sources.buffers)
         for earlier in self._reads.decisions:
+            if not isinstance(earlier, NumberRead):
+                continue
             # Layers ask one by one for what is the same in all of them. Constants have names.
             if earlier.sources == fresh.sources and earlier.module.code == fresh.module.code:
                 return value
@@ -297,7 +357,7 @@ def _is_cast(parts: Sequence[Node]) -> bool:
     return any(isinstance(value, Tensor) and value.is_floating_point() for value in values)
 
 
-def _extracted(node: Node, parts: Sequence[Node], sources: _Sources) -> Decision:
+def _extracted(node: Node, parts: Sequence[Node], sources: _Sources) -> NumberRead:
     """Copy ``parts`` into a separate graph with names that do not depend on their origin."""
     graph, root = Graph(), nn.Module()
     copies: dict[Node, Node] = {}
@@ -315,4 +375,4 @@ def _extracted(node: Node, parts: Sequence[Node], sources: _Sources) -> Decision
     refs = [sources.refs[part] for part in inputs]
     names = tuple(ref.index if ref.kind == "input" else ref.name for ref in refs)
     writes = any(_written(part) for part in parts)
-    return Decision(GraphModule(root, graph), names, writes, user_line(), "")
+    return NumberRead(user_line(), "", GraphModule(root, graph), names, writes)

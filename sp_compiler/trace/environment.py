@@ -19,6 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from sp_compiler.base.autocast import explicit_einsum
+from sp_compiler.base.decisions import callers_modes_kept
 from sp_compiler.base.errors import CaptureError, UnsupportedError
 from sp_compiler.base.stored_attributes import Stored
 from sp_compiler.base.warn import in_library, warn
@@ -105,6 +106,7 @@ def export_context(
     """
     fix_states_of_lstms()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(callers_modes_kept())
         # A first call under no_grad must capture the same graph as one in training.
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
-from torch._export.utils import _is_cia_op, _is_preservable_cia_op
+from torch._export.utils import _get_decomp_for_cia, _is_cia_op, _is_preservable_cia_op
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
@@ -31,6 +31,8 @@ from sp_compiler.ir.rewriting import fake_mode_of, inherit, make_call
 _aten = torch.ops.aten
 _SET_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
 _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
+# They update running statistics, which their schemas do not say.
+_NORMS = (_aten.batch_norm.default, _aten.instance_norm.default)
 
 
 def functionalize(exported: ExportedProgram) -> ExportedProgram:
@@ -44,7 +46,9 @@ def functionalize(exported: ExportedProgram) -> ExportedProgram:
     # torch internals: _is_any_autocast_enabled. Under autocast composites cast inside, which only
     # another trace records.
     if torch._C._is_any_autocast_enabled() or not all(map(_is_simple, _nodes(module))):
-        return exported.run_decompositions({})
+        # A norm that is kept as one operator would write unseen.
+        writing = {x.target for x in _nodes(module) if _updates_statistics(x)}
+        return exported.run_decompositions({x: _get_decomp_for_cia(x) for x in writing})
     _inline(module)
     _decompose_views(module.graph)
     return exported
@@ -69,7 +73,17 @@ def _is_simple(node: Node) -> bool:
             return False
     if node.op != "call_function" or node.target in (operator.getitem, _SET_GRAD):
         return True
-    return isinstance(node.target, OpOverload) and not node.target._schema.is_mutable
+    if not isinstance(node.target, OpOverload) or node.target._schema.is_mutable:
+        return False
+    return not _updates_statistics(node)
+
+
+def _updates_statistics(node: Node) -> bool:
+    """Return whether a norm over a batch writes to its running mean and variance."""
+    if node.target not in _NORMS:
+        return False
+    *_, running_mean, _, by_batch = node.args[:6]
+    return bool(by_batch) and running_mean is not None
 
 
 def _attribute(module: GraphModule, node: Node) -> Any:

@@ -19,7 +19,8 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.torch_version import TorchVersion
 
-from sp_compiler.base.warn import is_library, user_line, warn
+from sp_compiler.base.decisions import MODES
+from sp_compiler.base.warn import in_library, is_library, user_line, warn
 
 
 @contextlib.contextmanager
@@ -117,3 +118,48 @@ def warned_of_symbols_in_text() -> Iterator[None]:
         for symbol in (torch.SymInt, torch.SymFloat, torch.SymBool):
             stack.enter_context(mock.patch.object(symbol, "__repr__", warned(symbol.__repr__)))
         yield
+
+
+@contextlib.contextmanager
+def modes_answered(callers: Callable[[str], bool]) -> Iterator[None]:
+    """Context in which a model that asks for a mode is told ``callers(mode)``, its caller's, not
+    that of the capture."""
+
+    def answering(mode: str) -> Callable[[], bool]:
+        ask = MODES[mode]
+        captured = ask()
+
+        def answer() -> bool:
+            # Where it differs from the capture's, the model has set it itself.
+            is_callers = ask() is captured and asked_by_model()
+            return callers(mode) if is_callers else ask()
+
+        return answer
+
+    grad, inference = answering("is_grad_enabled"), answering("is_inference_mode_enabled")
+    # torch internals: torch.is_grad_enabled and torch.is_inference_mode_enabled. Neither shows in a
+    # graph, nor is passed to modes of torch functions.
+    with (
+        mock.patch.object(torch, "is_grad_enabled", grad),
+        mock.patch.object(torch, "is_inference_mode_enabled", inference),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def inference_without_gradients() -> Iterator[None]:
+    """Context in which a model's ``inference_mode`` is ``no_grad``: the tracer would not notice it,
+    and gradients would flow through what is computed there."""
+
+    def enter(this: Any) -> None:
+        this._inference_mode_context = (torch.no_grad if this.mode else torch.enable_grad)()
+        this._inference_mode_context.__enter__()
+
+    # torch internals: torch.inference_mode.__enter__, and where it keeps what it leaves at its end.
+    with mock.patch.object(torch.inference_mode, "__enter__", enter):
+        yield
+
+
+def asked_by_model() -> bool:
+    """Return whether a line outside of PyTorch has called the function that calls this one."""
+    return not in_library(sys._getframe(2).f_code.co_filename)

@@ -136,6 +136,37 @@ def test_a_traced_function_is_not_run_again() -> None:
     assert turned.fake_mode is mode
 
 
+@pytest.mark.parametrize("rows", [[], [3]])
+def test_a_function_of_no_tensors(rows: list[int]) -> None:
+    """Of sizes, or of nothing but the rank."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    batch = StatelessSymbolicContext([DimDynamic.DYNAMIC])
+    sizes = [mode.from_tensor(torch.empty(6), symbolic_context=batch).shape[0] for _ in rows]
+    compiled = Fused(lambda tp, n=4: torch.arange(n) + tp.rank * n)
+    with mode:
+        compiled(TracingRank(torch.zeros((), dtype=torch.int64), 2), *sizes)
+    interpreted = mock.patch(
+        "sp_compiler.inductor.fused.compile_graph",
+        lambda traced: lambda values: traced.module(*values),
+    )
+    with interpreted:
+        compiled.compile()
+    got, expected = _on_rank(compiled, 1, *rows)
+    assert torch.equal(got, expected)
+
+
+def test_rows_that_are_added_to_their_own_tensor() -> None:
+    """Inductor adds in place, and must not read what it has changed."""
+
+    def function(tp: Communicator, x: Tensor, rows: Tensor) -> Tensor:
+        y = x * 2
+        return y.index_put((rows,), y[:2], accumulate=True)
+
+    x, rows = torch.arange(24.0).reshape(6, 4), torch.tensor([1, 2])
+    got, expected = _on_rank(fused(function, [x, rows]), 0, x, rows)
+    assert torch.equal(got, expected)
+
+
 def test_a_graph_is_not_written_before_its_text_is_read() -> None:
     recompile = GraphModule.recompile
     count = mock.patch.object(GraphModule, "recompile", autospec=True, side_effect=recompile)

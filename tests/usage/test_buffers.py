@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from tests.helpers.users import assert_same_gradients, batch, compiled
 
@@ -46,12 +47,33 @@ class Normalised(nn.Module):
         return self.second(torch.relu(self.norm(self.first(x)))).square().mean()
 
 
+class OfRows(Normalised):
+    """The same by the function, which counts no steps."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm = self.norm
+        y = F.batch_norm(self.first(x), norm.running_mean, norm.running_var, training=self.training)
+        return self.second(torch.relu(y)).square().mean()
+
+
+class OfInstances(Normalised):
+    """Normalisation of each instance, with running statistics over all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.InstanceNorm1d(16, track_running_stats=True)  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.first(x).view(2, 3, 16).mT).mT
+        return self.second(torch.relu(y)).square().mean()
+
+
 def _build(kind: type[nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return kind().double()
 
 
-@pytest.mark.parametrize("kind", [Statistics, Normalised])
+@pytest.mark.parametrize("kind", [Statistics, Normalised, OfRows, OfInstances])
 def test_mutations_are_written_back(kind: type[nn.Module]) -> None:
     module: Any = compiled(lambda: _build(kind))
     model = _build(kind)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -92,3 +93,76 @@ def test_plan_says_what_was_decided() -> None:
         note for note in module.plan.notes if note.endswith("-> False")
     ]
     assert not module.calls  # nothing ran
+
+
+ASKED: dict[str, Callable[[Tensor], bool]] = {
+    "grad": lambda y: torch.is_grad_enabled(),
+    "inference": lambda y: torch.is_inference_mode_enabled(),
+    "requires_grad": lambda y: y.requires_grad,
+    "grad_fn": lambda y: y.grad_fn is not None,
+}
+
+
+class Asking(nn.Module):
+    """Scales by what its caller's modes are."""
+
+    def __init__(self, ask: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 3, dtype=torch.float64)
+        self.ask = ask
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        # What the model sets itself is no mode of its caller, and that of a parameter is none.
+        with torch.no_grad():
+            assert not torch.is_grad_enabled()
+            assert self.linear.weight.requires_grad
+        return y * (2 if self.ask(y) else 3)
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_modes_of_the_caller(asked: str) -> None:
+    eager = Asking(ASKED[asked])
+    module = compiled(lambda: copy.deepcopy(eager))
+    for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode, torch.no_grad):
+        with mode():
+            torch.testing.assert_close(module(batch()), eager(batch()), rtol=1e-12, atol=0)
+    assert num_compiled(module) == 2
+
+
+def test_modes_that_no_line_of_the_model_asks_for() -> None:
+    module = compiled(lambda: Asking(lambda y: False))
+    for mode in (torch.no_grad, torch.enable_grad):
+        with mode():
+            module(batch())
+    assert num_compiled(module) == 1
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a branch": lambda x: x * (2 if x.is_contiguous() else 3),
+    "a branch on a view": lambda x: x * (2 if x.mT.is_contiguous() else 3),
+    "a stride": lambda x: x * x.stride(0),
+    "by place": lambda x: x + x.as_strided((1, 3, WIDTH), (0, WIDTH, 1)),
+}
+
+
+class Placed(nn.Module):
+    """Reads how its input lies in memory."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 3, dtype=torch.float64)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.function(x))
+
+
+@pytest.mark.filterwarnings("ignore:every size of the inputs")  # as_strided
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_layouts_of_inputs(case: str) -> None:
+    eager = Placed(LAYOUTS[case])
+    module = compiled(lambda: copy.deepcopy(eager))
+    plain, turned = batch(2, 3), batch(3, 2).transpose(0, 1)
+    for x in (plain, turned, plain, turned, batch(4, 3), batch(3, 5).transpose(0, 1)):
+        torch.testing.assert_close(module(x), eager(x), rtol=1e-12, atol=0)

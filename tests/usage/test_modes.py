@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -83,6 +85,37 @@ def test_training_goes_on_after_a_first_call_in_inference_mode() -> None:
     module(batch())["loss"].backward()
     model(batch())["loss"].backward()
     assert_same_gradients(module, model)
+
+
+@torch.inference_mode()
+def _fixed(layer: nn.Module, x: Tensor) -> Tensor:
+    y: Tensor = layer(x)
+    return y
+
+
+class Teacher(nn.Module):
+    """Learns what another layer, in inference mode, computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher, self.student = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            target = self.teacher(x)
+            with torch.inference_mode(False):
+                bias = self.student.bias * 2
+        return (self.student(x) - target.clone() * _fixed(self.teacher, x).clone() + bias).square()
+
+
+def test_inference_mode_inside_of_the_model() -> None:
+    eager = Teacher().double()
+    module = compiled(lambda: copy.deepcopy(eager))
+    for each in (module, eager):
+        each(batch()).mean().backward()
+    torch.testing.assert_close(module(batch()), eager(batch()), rtol=1e-12, atol=0)
+    assert set(gradients(module)) == {"student.weight", "student.bias"}
+    assert_same_gradients(module, eager)
 
 
 def test_autocast_is_that_of_eager() -> None:

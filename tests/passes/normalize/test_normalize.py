@@ -175,3 +175,9 @@ def test_a_pointwise_operator_with_two_results() -> None:
     torch.manual_seed(0)
     case = parity.make_case(Exponents(4, 8).double(), {"x": randn(2, 6, 4)})
     parity.assert_parity(case, tp=2)
+
+
+def test_a_slice_of_one_of_several_results() -> None:
+    args = randn(2, 3, 4), randn(5, 4)
+    captured = normalized(lambda x, w: F.linear(x, w).topk(2, 1).values[:, -1:], *args)
+    assert body(captured)[-2].startswith("%5 = aten.slice.Tensor(%4")

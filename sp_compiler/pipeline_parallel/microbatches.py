@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from sp_compiler.base.decisions import read
 from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.program import Program, Ref
@@ -95,9 +94,9 @@ def require_one_way(
     for number, leaves in enumerate(parts, start=1):
         # In order: the forward takes another way from the first that differs.
         for each in program.decisions:
-            if (value := repr(read(each, leaves, buffers))) != each.value:
+            if (value := repr(each.read(leaves, buffers))) != each.value:
                 raise UnsupportedError(
-                    f"the forward reads a number from its inputs, {each} for microbatch 0 and "
+                    f"the forward reads from its inputs {each} for microbatch 0 and "
                     f"{value} for microbatch {number}, and the microbatches of a step run one "
                     "program: compute what depends on it with tensors (torch.where), pad the "
                     "batch so that the number is the same, or pass it as an argument"

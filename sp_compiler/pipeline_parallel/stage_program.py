@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from sp_compiler.base.decisions import NumberRead
 from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.fx import ancestors
@@ -240,7 +241,8 @@ def sent_like(compiled: CompiledProgram, ref: Ref, *, flows: bool = True) -> Ten
 
 
 def _refuse_numbers_of_written_buffers(program: Program) -> None:
-    for each in program.decisions:
+    numbers = [each for each in program.decisions if isinstance(each, NumberRead)]
+    for each in numbers:
         for name in sorted(program.mutated_buffers.keys() & set(each.sources)):
             raise UnsupportedError(
                 f"the forward reads a number from buffer {name!r}, which it also writes: {each}. "

@@ -109,15 +109,17 @@ class Fused:
             )
         ]
         if traced.takes_rank:
-            values.insert(0, self._rank_beside(values, rank))
+            values.insert(0, self._rank_beside(values, rank, traced.fakes[0].device))
         return kernels(values)
 
-    def _rank_beside(self, values: Sequence[Any], rank: int | Tensor) -> Tensor:
+    def _rank_beside(
+        self, values: Sequence[Any], rank: int | Tensor, traced_on: torch.device
+    ) -> Tensor:
         if isinstance(rank, Tensor):
             return rank
         # A function may take sizes, or nothing but the rank: then it is where it was traced.
         devices = (value.device for value in values if isinstance(value, Tensor))
-        device = next(devices, torch.device("cpu"))
+        device = next(devices, traced_on)
         key = rank, device
         if key not in self._rank_tensors:
             self._rank_tensors[key] = torch.tensor(rank, device=device)

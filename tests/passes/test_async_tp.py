@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.fx import Graph, Interpreter, Node
 
+from sp_compiler.api import plan
 from sp_compiler.base.pass_report import PassReport, reporting
 from sp_compiler.base.placement import S
 from sp_compiler.cost.hardware import H100
@@ -22,6 +23,7 @@ from sp_compiler.verification.simulate import simulated_ranks
 from tests.helpers.graph_builder import GraphBuilder, convert
 from tests.helpers.one_operator import join, scatter
 from tests.helpers.parity import assert_parity, case
+from tests.models import zoo
 
 aten = torch.ops.aten
 WORLD, ROWS, WIDTH = 2, async_tp.LEAST_ROWS, 512
@@ -291,6 +293,17 @@ def test_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     program = assert_parity(case(name, 2, 8, p=0.1), tp=2, async_tp=True)
     assert "tp.all_gather_matmul(" in program.code
     assert "tp.matmul_reduce_scatter(" in program.code
+
+
+def test_the_formula_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The width between linears has its letter whichever operator computes them."""
+    monkeypatch.setattr(async_tp, "LEAST_ROWS", 1)
+    monkeypatch.setattr(async_tp, "elapsed_us", _number_of_collectives)
+    model, inputs = zoo.build("llama_gqa8", layers=1), ((), zoo.inputs("llama_gqa8", 2, 8))
+    apart, fused = (plan(model, inputs, tp=2, async_tp=on) for on in (False, True))
+    (report,) = (each for each in fused.passes if each.name == "async_tp")
+    assert report.rewrites == 5
+    assert str(fused.activation_formula) == str(apart.activation_formula)
 
 
 def _number_of_collectives(graph: Graph, *_: Any) -> int:

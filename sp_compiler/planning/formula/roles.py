@@ -15,6 +15,7 @@ from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.fx import operands, placements_of, reach, tensor_operands, users
 from sp_compiler.ir.op_traits import FUSED_ATTENTION, is_copy, is_view, matmul_factors
 from sp_compiler.ir.program import Region
+from sp_compiler.ops.async_products import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
 from sp_compiler.ops.vocabulary import VOCAB_NLL
 from sp_compiler.planning.formula.shapes import Shape, Shapes
 from sp_compiler.planning.formula.sizes import (
@@ -146,7 +147,6 @@ def _of_region(
         if node.op != "call_function":
             continue
         operands = list(map(shape, tensor_operands(node)))
-        factors = matmul_factors(node)
         if node.target in FUSED_ATTENTION:
             yield from _attention(*operands[:3])
         elif node.target in _SOFTMAX and (found := _queries(node, params, shape)) is not None:
@@ -169,11 +169,24 @@ def _of_region(
         elif node.target is aten.topk.default:
             yield Role("e", operands[0][-1])
             yield Role("c", shape(node)[-1])
-        elif factors and factors[1] in params:
+        elif products := _products(node):
             # Both ends: what a linear reads is the hidden width as well, unless a linear made it.
             feature = 1 if node.target is aten.convolution.default else -1
-            linears.read.append(shape(factors[0])[feature])
-            linears.made.update(unknowns(shape(node)[feature]))
+            made = values[node.name][-len(products) :]
+            for (read, weight), result in zip(products, made, strict=True):
+                if weight in params:
+                    linears.read.append(shape(read)[feature])
+                    linears.made.update(unknowns(result[feature]))
+
+
+def _products(node: Node) -> list[tuple[Node, Node]]:
+    """Return the factors of each matrix product that ``node`` computes: its last results."""
+    if node.target is ALL_GATHER_MATMUL.overload:
+        return [(node.args[0], factor) for factor in node.args[1]]
+    if node.target is MATMUL_REDUCE_SCATTER.overload:
+        return [(node.args[0], node.args[1])]
+    factors = matmul_factors(node)
+    return [] if factors is None else [factors]
 
 
 def _params(graph: Graph, region: Region) -> set[Node]:
@@ -221,13 +234,13 @@ def _queries(
     and whether weights mix the heads between."""
     is_mixed = False
     for node in reach([softmax.args[0]], operands):
-        factors = matmul_factors(node)
-        if factors is None:
+        products = _products(node)
+        if not products:
             continue
-        if params.isdisjoint(factors):
+        if params.isdisjoint(chain.from_iterable(products)):
             # A router's weights make its scores of a context, whose columns are a width.
             same_keys = resolved(shape(node)[-1]) == resolved(shape(softmax)[-1])
-            return (factors[0], is_mixed) if same_keys or not is_mixed else None
+            return (products[0][0], is_mixed) if same_keys or not is_mixed else None
         is_mixed = True
     return None
 

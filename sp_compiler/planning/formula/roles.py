@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
@@ -106,6 +106,20 @@ class _Linears:
     made: set[Atom] = field(default_factory=set)
     read: list[Dim] = field(default_factory=list)
 
+    def add(
+        self, node: Node, values: Mapping[str, Sequence[Shape]], params: Container[Node]
+    ) -> None:
+        """Note the widths of the products with weights that ``node`` computes, if any."""
+        products = _products(node)
+        feature = 1 if node.target is aten.convolution.default else -1
+        # The products are the last results: what is gathered comes before them.
+        made = values[node.name][len(values[node.name]) - len(products) :]
+        for (read, weight), result in zip(products, made, strict=True):
+            # Both ends: what a linear reads is the hidden width as well, unless a linear made it.
+            if weight in params:
+                self.read.append(values[read.name][0][feature])
+                self.made.update(unknowns(result[feature]))
+
     def between(self) -> Iterator[Dim]:
         """Return the widths that one makes and another reads, maybe in another region."""
         widths = dict.fromkeys(map(on_all_ranks, self.read))
@@ -169,18 +183,12 @@ def _of_region(
         elif node.target is aten.topk.default:
             yield Role("e", operands[0][-1])
             yield Role("c", shape(node)[-1])
-        elif products := _products(node):
-            # Both ends: what a linear reads is the hidden width as well, unless a linear made it.
-            feature = 1 if node.target is aten.convolution.default else -1
-            made = values[node.name][-len(products) :]
-            for (read, weight), result in zip(products, made, strict=True):
-                if weight in params:
-                    linears.read.append(shape(read)[feature])
-                    linears.made.update(unknowns(result[feature]))
+        else:
+            linears.add(node, values, params)
 
 
 def _products(node: Node) -> list[tuple[Node, Node]]:
-    """Return the factors of each matrix product that ``node`` computes: its last results."""
+    """Return the factors of each matrix product that ``node`` computes."""
     if node.target is ALL_GATHER_MATMUL.overload:
         return [(node.args[0], factor) for factor in node.args[1]]
     if node.target is MATMUL_REDUCE_SCATTER.overload:

@@ -14,6 +14,7 @@ from torch.fx import Graph
 from sp_compiler.base.placement import P, Placement, R, S
 from sp_compiler.check.derive import declared_strategies
 from sp_compiler.ir.op_traits import collective_of
+from sp_compiler.ops import communicator
 from sp_compiler.ops.async_products import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
 from sp_compiler.ops.communicator import Communicator, running_on
 from sp_compiler.passes import async_tp
@@ -88,10 +89,21 @@ def _group(backend: str) -> Any:
     ("device", "backend", "found"),
     [("cuda", "nccl", "ranks"), ("cuda", "sp_emulated", None), ("cpu", "gloo", None)],
 )
-def test_who_reads_the_memory_of_whom(device: str, backend: str, found: str | None) -> None:
+def test_who_reads_the_memory_of_whom(
+    device: str, backend: str, found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[torch.device] = []
+
+    def ask(group: Any, device: torch.device) -> bool:
+        asked.append(device)
+        return True
+
+    monkeypatch.setattr(communicator, "ranks_read_each_other", ask)
     tp = Communicator(_group(backend), 0, 2)
     x: Any = SimpleNamespace(is_cuda=device == "cuda", device=torch.device(device))
     assert tp.symmetric_memory_group(x) == found
+    assert tp.symmetric_memory_group(x) == found
+    assert asked == [torch.device("cuda")] * (found is not None)  # once: the ranks wait for it
     assert Communicator(None, 0, 1).symmetric_memory_group(x) is None
 
 

@@ -18,6 +18,7 @@ from sp_compiler.cost.step_memory import Room
 from sp_compiler.ir.forward_backward import Partitioned
 from sp_compiler.ops.async_products import MATMUL_REDUCE_SCATTER
 from sp_compiler.ops.communicator import running_on
+from sp_compiler.ops.rows import CUT_ROWS, PAD_ROWS
 from sp_compiler.passes import async_tp
 from sp_compiler.verification.simulate import simulated_ranks
 from tests.helpers.graph_builder import GraphBuilder, convert
@@ -182,6 +183,18 @@ def _vectors(b: Builder) -> Node:
 def test_what_is_not_the_ranks_rows_of_a_matrix(made: Any) -> None:
     b = Builder()
     assert left_alone(b.output(made(b)), "not equally many rows of a matrix")
+
+
+def test_rows_that_are_padded() -> None:
+    """As with sizes that are left open, which may not divide by the number of ranks."""
+    b = Builder()
+    x, w = b.input("x", ROWS // WORLD, WIDTH), b.input("w", WIDTH, WIDTH)
+    full = b.call(CUT_ROWS.overload, b.gather(x), ROWS - 1, WORLD)
+    z = b.linear(b.linear(full, w, name="h"), w, name="z")
+    graph = b.output(b.scatter(b.call(PAD_ROWS.overload, z, WORLD)))
+    assert left_alone(graph, "rows are padded")
+    _, report = lowered(graph)
+    assert len({each.reason for each in report.declined}) == 1
 
 
 def _right_factor(b: Builder) -> Node:

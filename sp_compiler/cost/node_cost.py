@@ -279,10 +279,20 @@ def function_spans(
                 now_us = link_free_us
         elif is_wait(node):
             now_us = max(now_us, arrival_us[node.args[0]])
-        time_us = compute_us(node, hardware, fused)
+        time_us = compute_us(node, hardware, fused) + _sum_us(node, hardware)
         if time_us:
             yield Span(node.name, operator, "compute", now_us, now_us + time_us, recomputed)
         now_us += time_us
+
+
+def _sum_us(node: Node, hardware: Hardware) -> float:
+    """Return the time in which a pipelined operator sums the parts of all ranks when they have
+    arrived, which a collective does on the way; 0 for what sums nothing."""
+    ours = operator_of(node.target)
+    parts_bytes = 0
+    if ours is not None and ours.pipelined:
+        parts_bytes = ours.scratch_bytes(arguments(node), node.meta["val"])
+    return kernel_us(0, parts_bytes, product_dtype(node), hardware)
 
 
 def elapsed_us(

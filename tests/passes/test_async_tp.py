@@ -298,6 +298,18 @@ def test_time() -> None:
         assert elapsed_us(b.output(fused), WORLD) == pytest.approx(expected)
 
 
+def test_time_of_the_sum() -> None:
+    """The parts that have arrived are read once more."""
+    b = Builder()
+    x, w = b.input("x", ROWS, WIDTH), b.input("w", WIDTH, WIDTH)
+    fused = b.call(MATMUL_REDUCE_SCATTER.overload, x, w, WORLD)
+    compute = compute_us(fused)
+    link = collectives_us(node_collectives(fused), WORLD, H100)
+    read = ROWS * WIDTH * x.meta["val"].element_size() / H100.memory_bytes_per_us
+    expected = max(compute, link + compute / WORLD) + read
+    assert elapsed_us(b.output(fused), WORLD) == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients in float64, with rows and a link for which every rewrite pays."""

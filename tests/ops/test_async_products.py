@@ -11,8 +11,10 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor, nn
 from torch.fx import Graph
 
+from benchmarks.measure import PeakRecorder
 from sp_compiler.base.placement import P, Placement, R, S
 from sp_compiler.check.derive import declared_strategies
+from sp_compiler.ir.fx import arguments
 from sp_compiler.ir.op_traits import collective_of
 from sp_compiler.ops import communicator
 from sp_compiler.ops.async_products import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
@@ -77,6 +79,27 @@ def test_declared_placements() -> None:
     ways = declared_strategies(summed, 2)
     assert ways is not None
     assert {way.operands for way in ways} == {(S(1), S(0)), (P, R), (R, P)}
+
+
+class _OwnRows:
+    """Sums like a rank among ranks that send zeros."""
+
+    def reduce_scatter(self, x: Tensor, world_size: int) -> Any:
+        return x.chunk(world_size)[0].clone
+
+
+def test_scratch() -> None:
+    """The whole product, of which the result is a part: no plan may forget it."""
+    x, y = torch.ones(64, 32), torch.ones(32, 96)
+    b = GraphBuilder()
+    args = [b.input(name, *value.shape) for name, value in (("x", x), ("y", y))]
+    node = b.call(MATMUL_REDUCE_SCATTER.overload, *args, 2)
+    collectives: Any = _OwnRows()
+    with PeakRecorder() as recorder:
+        result = MATMUL_REDUCE_SCATTER.kernel(Communicator(None, 0, 2, collectives), x, y)
+    scratch = recorder.peak_bytes(excluding=[x, y]) - result.nbytes
+    declared = MATMUL_REDUCE_SCATTER.scratch_bytes(arguments(node), result)
+    assert scratch == declared == 64 * 96 * 4
 
 
 def _group(backend: str) -> Any:

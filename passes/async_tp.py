@@ -45,6 +45,7 @@ from sp_compiler.ir.op_traits import collective_of, draws, is_started, writes
 from sp_compiler.ir.rewriting import make_call, make_like
 from sp_compiler.ir.symbolic import Sizes, example_number
 from sp_compiler.ops.async_products import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
+from sp_compiler.ops.rows import CUT_ROWS, PAD_ROWS
 
 aten = torch.ops.aten
 
@@ -59,6 +60,8 @@ _PRODUCTS = {
     aten.linear.default: (0, 1, 2),
     aten.addmm.default: (1, 2, 0),
 }
+
+_PADDING = (PAD_ROWS.overload, CUT_ROWS.overload)
 
 
 class _LeftError(Exception):
@@ -159,6 +162,10 @@ def _rewritten(collective: Node, recomputed: Container[str] = ()) -> Graph:
     in_rows = placements[0] == S(0) if is_gather else placements == (P, S(0))
     if not in_rows or rows.meta["val"].dim() != 2:
         raise _LeftError("what is moved are not equally many rows of a matrix for each rank")
+    if any(node.target in _PADDING for node in (rows, *collective.users)):
+        raise _LeftError(
+            "rows are padded, because their number may not divide by that of the ranks"
+        )
     if example_number(rows.meta["val"].shape[0]) < LEAST_ROWS:
         raise _LeftError(f"less than {LEAST_ROWS} rows are too few to multiply each rank's apart")
     rewrite = _with_gather if is_gather else _with_scatter

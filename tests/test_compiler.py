@@ -19,7 +19,7 @@ from tests.models import zoo
 _LINES = (FOLDER / "pass_order.txt").read_text(encoding="utf-8").splitlines()
 ORDER = tuple(line.removesuffix(" (no graphs)") for line in _LINES)
 WITH_GRAPHS = tuple(line for line in _LINES if " " not in line)
-WHEN_ASKED_FOR = ("split_backward", "loss_only", "expert_parallel", "half_batches")
+WHEN_ASKED_FOR = ("split_backward", "loss_only", "expert_parallel", "half_batches", "async_tp")
 
 
 def test_order_of_the_passes() -> None:

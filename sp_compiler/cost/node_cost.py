@@ -21,7 +21,6 @@ from sp_compiler.ir.op_traits import (
     collective_of,
     is_name,
     is_part,
-    is_pipelined,
     is_started,
     is_view,
     is_wait,
@@ -269,10 +268,14 @@ def function_spans(
             link_free_us = begin_us + collectives_us(collectives, world_size, hardware)
             kinds = ", ".join(item.kind for item in collectives)
             yield Span(node.name, kinds, "tp", begin_us, link_free_us, recomputed)
-            if is_pipelined(node):
+            ours = operator_of(node.target)
+            if ours is not None and ours.pipelined:
                 # One rank's part is computed when the last rows have arrived, or before the first
                 # sums leave; the others while the link is busy, if they take less time than that.
                 now_us = max(begin_us, link_free_us - time_us * (1 - 1 / world_size))
+                # A collective would sum on the way. Here a kernel does, of all that has arrived.
+                arrived_bytes = ours.scratch_bytes(arguments(node), node.meta["val"])
+                time_us += kernel_us(0, arrived_bytes, product_dtype(node), hardware)
             elif is_started(node):
                 arrival_us[node] = link_free_us
             else:

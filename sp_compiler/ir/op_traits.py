@@ -118,12 +118,6 @@ def is_started(node: Node) -> bool:
     return any(is_wait(user) for user in node.users)
 
 
-def is_pipelined(node: Node) -> bool:
-    """Return whether an operator computes while its own collective runs."""
-    ours = operator_of(node.target)
-    return ours is not None and ours.pipelined
-
-
 def is_view(node: Node) -> bool:
     """Return whether the result shares the storage of its first argument (read from the schema)."""
     if node.op != "call_function":

@@ -11,6 +11,7 @@ ASPLOS). Anywhere else, also on simulated and emulated ranks, the two run one af
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,6 +47,19 @@ def matmul_reduce_scatter(tp: Communicator, x: Tensor, factor: Tensor) -> Tensor
         return tp.reduce_scatter(torch.mm(x, factor), "P", "S(0)")
     summed: Tensor = _kernels().fused_matmul_reduce_scatter(x, factor, "sum", 0, group)
     return summed
+
+
+def workspaces() -> list[Tensor]:
+    """Return the memory through which the kernels have moved rows so far, one tensor a group.
+
+    A call that needs more takes the place of the tensor by a larger one; what recorded the kernels
+    must hold the one that they go on to use.
+    """
+    symmetric_memory = sys.modules.get("torch.distributed._symmetric_memory")
+    if symmetric_memory is None:  # no kernel has run
+        return []
+    found = symmetric_memory._group_name_to_workspace_tensor.values()
+    return [tensor for tensor in found if tensor is not None]
 
 
 def _kernels() -> Any:

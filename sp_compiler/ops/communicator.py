@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from sp_compiler.base.placement import Placement
 from sp_compiler.base.shards import padded, without_padding
 from sp_compiler.ops.gpu.id_checks import IdChecks
+from sp_compiler.ops.gpu.peer_memory import ranks_read_each_other
 
 _c10d = torch.ops._c10d_functional
 # The dispatcher's own functions: what torch wraps around each, in Python, takes a tenth of the time
@@ -150,6 +151,7 @@ class Communicator:
     ) -> None:
         name = group.group_name if group is not None else ""
         self._group = group
+        self._ranks_read_each_other: bool | None = None
         self._collectives = collectives or FunctionalCollectives(name)
         self.rank = rank
         self.world_size = world_size
@@ -158,12 +160,17 @@ class Communicator:
 
     def symmetric_memory_group(self, x: Tensor) -> str | None:
         """Return the name under which torch's fused products know the ranks that have parts of
-        ``x``; ``None`` if these cannot read each other's memory."""
+        ``x``; ``None`` if these cannot read each other's memory.
+
+        The first call for tensors of the device is a collective.
+        """
         if not x.is_cuda or self._group is None:
             return None
-        # By the backend: an emulated group takes tensors of the device too, and has one rank.
-        name = self._group._get_backend(x.device).name()
-        return self._group.group_name if name == "nccl" else None
+        if self._ranks_read_each_other is None:
+            # By the backend: an emulated group takes tensors of the device too, and has one rank.
+            is_nccl = self._group._get_backend(x.device).name() == "nccl"
+            self._ranks_read_each_other = is_nccl and ranks_read_each_other(self._group, x.device)
+        return self._group.group_name if self._ranks_read_each_other else None
 
     def on_each_rank(
         self,

@@ -10,8 +10,11 @@ import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor, nn
 
+from benchmarks.measure import PeakRecorder
 from sp_compiler.base.placement import P, Placement, R, S
 from sp_compiler.check.derive import declared_strategies
+from sp_compiler.ir.fx import arguments
+from sp_compiler.ops import communicator
 from sp_compiler.ops.async_products import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
 from sp_compiler.ops.communicator import Communicator, running_on
 from sp_compiler.verification.simulate import simulated_ranks
@@ -76,6 +79,27 @@ def test_declared_placements() -> None:
     assert {way.operands for way in ways} == {(S(1), S(0)), (P, R), (R, P)}
 
 
+class _OwnRows:
+    """Sums like a rank among ranks that send zeros."""
+
+    def reduce_scatter(self, x: Tensor, world_size: int) -> Any:
+        return x.chunk(world_size)[0].clone
+
+
+def test_scratch() -> None:
+    """The whole product, of which the result is a part: no plan may forget it."""
+    x, y = torch.ones(64, 32), torch.ones(32, 96)
+    b = GraphBuilder()
+    args = [b.input(name, *value.shape) for name, value in (("x", x), ("y", y))]
+    node = b.call(MATMUL_REDUCE_SCATTER.overload, *args, 2)
+    collectives: Any = _OwnRows()
+    with PeakRecorder() as recorder:
+        result = MATMUL_REDUCE_SCATTER.kernel(Communicator(None, 0, 2, collectives), x, y)
+    scratch = recorder.peak_bytes(excluding=[x, y]) - result.nbytes
+    declared = MATMUL_REDUCE_SCATTER.scratch_bytes(arguments(node), result)
+    assert scratch == declared == 64 * 96 * 4
+
+
 def _group(backend: str) -> Any:
     return SimpleNamespace(
         group_name="ranks", _get_backend=lambda device: SimpleNamespace(name=lambda: backend)
@@ -86,10 +110,21 @@ def _group(backend: str) -> Any:
     ("device", "backend", "found"),
     [("cuda", "nccl", "ranks"), ("cuda", "sp_emulated", None), ("cpu", "gloo", None)],
 )
-def test_who_reads_the_memory_of_whom(device: str, backend: str, found: str | None) -> None:
+def test_who_reads_the_memory_of_whom(
+    device: str, backend: str, found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[torch.device] = []
+
+    def ask(group: Any, device: torch.device) -> bool:
+        asked.append(device)
+        return True
+
+    monkeypatch.setattr(communicator, "ranks_read_each_other", ask)
     tp = Communicator(_group(backend), 0, 2)
     x: Any = SimpleNamespace(is_cuda=device == "cuda", device=torch.device(device))
     assert tp.symmetric_memory_group(x) == found
+    assert tp.symmetric_memory_group(x) == found
+    assert asked == [torch.device("cuda")] * (found is not None)  # once: the ranks wait for it
     assert Communicator(None, 0, 1).symmetric_memory_group(x) is None
 
 

@@ -18,6 +18,7 @@ from sp_compiler.cost.step_memory import Room
 from sp_compiler.ir.forward_backward import Partitioned
 from sp_compiler.ops.async_products import MATMUL_REDUCE_SCATTER
 from sp_compiler.ops.communicator import running_on
+from sp_compiler.ops.rows import CUT_ROWS, PAD_ROWS
 from sp_compiler.passes import async_tp
 from sp_compiler.verification.simulate import simulated_ranks
 from tests.helpers.async_products import let_all_pay
@@ -185,6 +186,18 @@ def test_what_is_not_the_ranks_rows_of_a_matrix(made: Any) -> None:
     assert left_alone(b.output(made(b)), "not equally many rows of a matrix")
 
 
+def test_rows_that_are_padded() -> None:
+    """As with sizes that are left open, which may not divide by the number of ranks."""
+    b = Builder()
+    x, w = b.input("x", ROWS // WORLD, WIDTH), b.input("w", WIDTH, WIDTH)
+    full = b.call(CUT_ROWS.overload, b.gather(x), ROWS - 1, WORLD)
+    z = b.linear(b.linear(full, w, name="h"), w, name="z")
+    graph = b.output(b.scatter(b.call(PAD_ROWS.overload, z, WORLD)))
+    assert left_alone(graph, "rows are padded")
+    _, report = lowered(graph)
+    assert len({each.reason for each in report.declined}) == 1
+
+
 def _right_factor(b: Builder) -> Node:
     x, w = b.input("x", ROWS // WORLD, WIDTH), b.input("w", WIDTH, ROWS)
     return b.call(aten.mm.default, w, b.gather(x), name="h")
@@ -284,6 +297,18 @@ def test_time() -> None:
         assert (compute < link) == (width == 64)
         expected = max(compute, link + compute / WORLD)
         assert elapsed_us(b.output(fused), WORLD) == pytest.approx(expected)
+
+
+def test_time_of_the_sum() -> None:
+    """The parts that have arrived are read once more."""
+    b = Builder()
+    x, w = b.input("x", ROWS, WIDTH), b.input("w", WIDTH, WIDTH)
+    fused = b.call(MATMUL_REDUCE_SCATTER.overload, x, w, WORLD)
+    compute = compute_us(fused)
+    link = collectives_us(node_collectives(fused), WORLD, H100)
+    read = ROWS * WIDTH * x.meta["val"].element_size() / H100.memory_bytes_per_us
+    expected = max(compute, link + compute / WORLD) + read
+    assert elapsed_us(b.output(fused), WORLD) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -76,6 +79,20 @@ def test_a_change_before_the_backward_raises(name: str, pools: list[Pool]) -> No
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
     assert pools[0].replays == 3
+
+
+def test_memory_that_the_ranks_share_lives_as_long_as_the_step(
+    pools: list[Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch lets go of it when a later call needs more; replays would write where nothing is."""
+    held = {"ranks": torch.ones(4)}
+    monkeypatch.setattr(symmetric_memory, "_group_name_to_workspace_tensor", held)
+    module, smaller = _recorded(), weakref.ref(held["ranks"])
+    held["ranks"] = torch.ones(8)
+    assert smaller() is not None
+    del module
+    gc.collect()
+    assert smaller() is None
 
 
 def test_gradients_that_are_put_off_in_between_are_refused(pools: list[Pool]) -> None:

@@ -43,6 +43,7 @@ FUNCTIONS = {
     Pass.PARTITION: "partition",
     Pass.SPLIT_BACKWARD: "split_backward",
     Pass.OVERLAP: "overlap_collectives",
+    Pass.ASYNC_TP: "async_tp",
     Pass.CODEGEN: "compile_regions",
 }
 """The name of each pass in the list of the compiler."""
@@ -51,6 +52,7 @@ OPTIONS: dict[Pass, dict[str, Any]] = {
     Pass.HALF_BATCHES: {"half_batches": True},
     Pass.CHUNK: {"loss_chunks": 2},
     Pass.SPLIT_BACKWARD: {"split_backward": True},
+    Pass.ASYNC_TP: {"async_tp": True},
 }
 
 
@@ -138,7 +140,7 @@ def _verify(**options: Any) -> VerifyReport:
 
 
 _right = functools.cache(_built)
-_FAST = (Pass.SIMPLIFY, Pass.SPLIT_BACKWARD)
+_FAST = (Pass.SIMPLIFY, Pass.SPLIT_BACKWARD, Pass.ASYNC_TP)
 # Simulated ranks have one batch, and exchange no rows: verify refuses an axis "ep".
 _VERIFIED = [name for name in Pass if name != Pass.EXPERT_PARALLEL]
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sp_compiler.base.errors import UnsupportedError
+from sp_compiler.ops.async_products import workspaces
 from sp_compiler.ops.gpu.id_checks import IdBounds
 from sp_compiler.runtime.cuda_graphs import device_graph
 from sp_compiler.runtime.executor import Execution, Executor
@@ -93,6 +94,8 @@ class RecordedStep:
         self._forward = device_graph.DeviceGraph(device, pool)
         self._backward = device_graph.DeviceGraph(device, pool)
         outputs = self._forward.record(self._run)
+        # Not of the pool: replays use it for as long as there are any.
+        self._workspaces = workspaces()
         self._id_bounds = list(noted)  # without those that backward looks up again
         # Without autograd's graph, which holds the activations until the backward is recorded.
         self._outputs = [x.detach() if isinstance(x, Tensor) else x for x in outputs]

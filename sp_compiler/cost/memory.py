@@ -33,9 +33,14 @@ def backward_peak_bytes(graph: Graph, own_parameters: Collection[int]) -> int:
 
 
 def own_gradients(graph: Graph, own_parameters: Collection[int]) -> list[Node]:
-    """Gradients of ``own_parameters`` that the backward ``graph`` returns."""
+    """Gradients of ``own_parameters`` that the backward ``graph`` returns, and nobody copies.
+
+    One that does not lie in memory as its parameter does is copied into ``grad``: what the backward
+    has made is temporary.
+    """
     gradients = graph.output_node().args[0]
-    return [grad for index in own_parameters if (grad := gradients[index]) is not None]
+    returned = (gradients[index] for index in own_parameters)
+    return [grad for grad in returned if grad is not None and grad.meta["val"].is_contiguous()]
 
 
 def _function_peak(graph: Graph, ignored: Iterable[Node] = ()) -> int:

@@ -36,6 +36,7 @@ from sp_compiler.ir.op_traits import (
     draws,
     is_collective,
     is_handed,
+    is_name,
     is_part,
     is_view,
     is_wait,
@@ -161,7 +162,8 @@ class Nesting:
         """Return the statements with ``inside`` nested in that of ``user``; ``None`` if not
         allowed."""
         after = [node for node in self.statements if node not in inside]
-        computed = [node for node in inside if not all(map(is_view, self.tree(node)))]
+        # What writes in place is a view by its storage alone: it computes, and reads operands.
+        computed = [node for node in inside if not all(map(is_name, self.tree(node)))]
         if not computed:
             return after
         start = min(self.statements.index(node) for node in computed)

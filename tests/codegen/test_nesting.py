@@ -251,3 +251,19 @@ def test_what_is_handed_over_counts_until_its_last_use(handed: bool) -> None:
     nesting = Nesting(graph, Idioms(graph), gradients=False, fits=lambda _: True)
     nesting.run()
     assert (product in nesting.nested) is not handed
+
+
+def test_a_sum_in_place_counts_what_it_reads() -> None:
+    """Nested, it would keep ``left`` under the largest statement."""
+    b = GraphBuilder()
+    square, x, y = b.input("square", 10, 10), b.input("x", 10, 60), b.input("y", 50, 10)
+    right = b.input("right", 60, 10)
+    left = b.call(aten.exp.default, x)
+    first = b.call(aten.sum.default, left)
+    total = b.call(aten.sum.dim_IntList, b.input("z", 10, 10, 10), [0])
+    added = b.call(sp.add_product.default, total, left, right, 1)
+    largest = b.call(aten.sum.default, b.call(aten.mm.default, y, square))
+    graph = b.output(b.call(sp.add_product.default, added, square, square, 1), first, largest)
+    nesting = Nesting(graph, Idioms(graph), gradients=False, fits=lambda _: True)
+    nesting.run()
+    assert added not in nesting.nested

@@ -9,6 +9,7 @@ from torch.fx import Graph, Node
 
 from sp_compiler.cost.hardware import Hardware
 from sp_compiler.cost.memory import (
+    arrival_bytes,
     made_storages,
     own_gradients,
     owned_bytes,
@@ -109,19 +110,27 @@ class _Builder:
         if collectives:
             world_size = arguments(node)["world_size"]
             link_us = collectives_us(collectives, world_size, self._hardware)
+        needed_bytes = scratch_bytes(node) if in_place else run_bytes(node, self._ignored)
         task = Task(
             needs=tuple(dict.fromkeys(needs)),
             time_us=compute_us(node, self._hardware),
             link_us=link_us,
             makes=tuple(self.storages[storage] for storage in made),
             reads=reads,
-            run_bytes=scratch_bytes(node) if in_place else run_bytes(node, self._ignored),
+            run_bytes=needed_bytes - arrival_bytes(node),
         )
         self.tasks.append(task)
         self.nodes.append(node)
         if collective_of(node) is not None:
             # The wait reads the operands too: they must live until the collective has ended.
-            self.tasks.append(Task(needs=(position,), waits_for=position, reads=reads))
+            self.tasks.append(
+                Task(
+                    needs=(position,),
+                    waits_for=position,
+                    reads=reads,
+                    run_bytes=arrival_bytes(node),
+                )
+            )
             self.nodes.append(node)
         self._result_of[node] = len(self.tasks) - 1
 

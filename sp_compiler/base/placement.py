@@ -115,6 +115,13 @@ class Placement:
             return 0
         return sum(self.padded_segments(world_size)) - sum(self.segments)
 
+    def is_copied_for_padding(self, world_size: int) -> bool:
+        """Return whether a parameter stored without padding is copied to get it.
+
+        Behind a whole part there is room for it (:mod:`sp_compiler.runtime.padding`).
+        """
+        return bool(self.padding(world_size)) and (self.dim > 0 or len(self.segments) > 1)
+
     def true_parts(self, rank: int, world_size: int) -> list[int]:
         """Return the number of elements of each segment that ``rank`` has, without padding."""
         parts = []

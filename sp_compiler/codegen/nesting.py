@@ -35,6 +35,8 @@ from sp_compiler.ir.op_traits import (
     base,
     draws,
     is_collective,
+    is_handed,
+    is_name,
     is_part,
     is_view,
     is_wait,
@@ -160,7 +162,8 @@ class Nesting:
         """Return the statements with ``inside`` nested in that of ``user``; ``None`` if not
         allowed."""
         after = [node for node in self.statements if node not in inside]
-        computed = [node for node in inside if not all(map(is_view, self.tree(node)))]
+        # What writes in place is a view by its storage alone: it computes, and reads operands.
+        computed = [node for node in inside if not all(map(is_name, self.tree(node)))]
         if not computed:
             return after
         start = min(self.statements.index(node) for node in computed)
@@ -255,6 +258,12 @@ class _Storages:
         self._holders: dict[Node, list[Node]] = {}
         self._users: dict[Node, list[Node]] = {}
         self._last = nodes[-1:]
+        # Handed over by another function, they are freed behind their last use like values that are
+        # made here, and have names.
+        operands = {owner for owner in self._bases.values() if owner.op == "placeholder"}
+        self._handed = [owner for owner in operands if is_handed(owner) and owner not in kept]
+        self._before_bytes = sum(_bytes(owner.meta["val"]) for owner in self._handed)
+        self._holders.update((owner, []) for owner in self._handed)
         for node in nodes:
             owner = self._bases[node]
             # Several results are freed one by one, each with the part that holds it.
@@ -270,6 +279,7 @@ class _Storages:
         self._freed = [
             (
                 _bytes(owner.meta["val"]),
+                owner in self._handed,
                 [*map(_statement_of, holders)],
                 [*map(_statement_of, self._users[owner])],
             )
@@ -316,12 +326,12 @@ class _Storages:
             for step, node in enumerate(nodes)
         }
         frees: dict[Node, int] = {}
-        for num_bytes, holders, users in self._freed:
+        for num_bytes, handed, holders, users in self._freed:
             index, step = max(map(place.__getitem__, users))
-            named = any(holder is order[place[holder][0]][0] for holder in holders)
+            named = handed or any(holder is order[place[holder][0]][0] for holder in holders)
             last = order[index][1][-1 if named else step]
             frees[last] = frees.get(last, 0) + num_bytes
-        live = 0
+        live = self._before_bytes
         peaks = {}
         for statement, nodes in order:
             peak = live

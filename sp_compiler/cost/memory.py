@@ -13,7 +13,14 @@ from torch.fx import Graph, Node
 
 from sp_compiler.cost.node_cost import tensor_bytes
 from sp_compiler.ir.fx import arguments
-from sp_compiler.ir.op_traits import base, is_handed, is_part, is_wait
+from sp_compiler.ir.op_traits import (
+    base,
+    collective_of,
+    is_handed,
+    is_part,
+    is_started,
+    is_wait,
+)
 from sp_compiler.ops.registry import operator_of
 
 
@@ -33,9 +40,14 @@ def backward_peak_bytes(graph: Graph, own_parameters: Collection[int]) -> int:
 
 
 def own_gradients(graph: Graph, own_parameters: Collection[int]) -> list[Node]:
-    """Gradients of ``own_parameters`` that the backward ``graph`` returns."""
+    """Gradients of ``own_parameters`` that the backward ``graph`` returns, and nobody copies.
+
+    One that does not lie in memory as its parameter does is copied into ``grad``: what the backward
+    has made is temporary.
+    """
     gradients = graph.output_node().args[0]
-    return [grad for index in own_parameters if (grad := gradients[index]) is not None]
+    returned = (gradients[index] for index in own_parameters)
+    return [grad for grad in returned if grad is not None and grad.meta["val"].is_contiguous()]
 
 
 def _function_peak(graph: Graph, ignored: Iterable[Node] = ()) -> int:
@@ -61,8 +73,11 @@ def _function_peak(graph: Graph, ignored: Iterable[Node] = ()) -> int:
     for position, node in enumerate(calls):
         # A view makes nothing, and a part was counted with the operator that made it.
         if base(node) is node and not is_part(node):
-            peak = max(peak, live + run_bytes(node, skipped))
+            later_bytes = arrival_bytes(node) if is_started(node) else 0
+            peak = max(peak, live + run_bytes(node, skipped) - later_bytes)
             live += sum(owned_bytes(made) for made in made_storages(node) if made not in skipped)
+        elif is_wait(node):
+            peak = max(peak, live + arrival_bytes(node.all_input_nodes[0]))
         # Behind the call: its operands live while it runs.
         live -= sum(owned_bytes(storage) for storage in dying.get(position, ()))
     return peak
@@ -83,6 +98,11 @@ def scratch_bytes(node: Node) -> int:
     operators only."""
     ours = operator_of(node.target)
     return 0 if ours is None else ours.scratch_bytes(arguments(node), node.meta["val"])
+
+
+def arrival_bytes(node: Node) -> int:
+    """Return those of the scratch bytes of a collective that it allocates when it has arrived."""
+    return scratch_bytes(node) if collective_of(node) == "all_gather" else 0
 
 
 def made_storages(node: Node) -> list[Node]:

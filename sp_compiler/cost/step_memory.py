@@ -128,7 +128,8 @@ def memory_of_split(
             timeline.append(Moment(event.phase, event.call, num_bytes, around_bytes))
             continue
         holders.apply(event)
-        if event.kind == "hold":  # more may live after a function than while it ran
+        # More may live after a function than while it ran.
+        if event.kind == "hold" and timeline:
             last = timeline[-1]
             timeline[-1] = replace(last, num_bytes=max(last.num_bytes, holders.live_bytes))
     kept, sent = (

@@ -3,9 +3,9 @@
 Parameters, their gradients, buffers, constants and the user's inputs are not activations and do not
 count. The model's outputs do, and so do temporary gradients: a part of the gradient of a parameter
 that several calls use, until it is added to the others, and gradients of replicated parameters,
-until they are reduced together. What a call sends to the host leaves the device when the next call
-has run, and is fetched when the backward of the next call begins: for that long it is copied
-(:mod:`sp_compiler.ops.host_memory`).
+until they are reduced together. So do copies of parameters with their padding, while a call runs.
+What a call sends to the host leaves the device when the next call has run, and is fetched when the
+backward of the next call begins: for that long it is copied (:mod:`sp_compiler.ops.host_memory`).
 """
 
 from __future__ import annotations
@@ -134,6 +134,8 @@ class StepWalk:
         calls = self.program.calls
         dead = self.program.last_uses()
         for index, call in enumerate(calls):
+            copies = self._padded_copies(index, self._partitioned[call.region.name])
+            yield self._hold(copies)
             yield self._run("forward", index)
             made = self.storages_of(index, self._partitioned[call.region.name])
             self.storages.append(made)
@@ -141,6 +143,7 @@ class StepWalk:
             yield self._hold(made.outputs)
             yield self._hold(made.saved, saved=True)
             yield self._hold(made.sent)
+            yield self._release(copies)
             if index:
                 yield self._release(self.storages[index - 1].sent)
             # Behind the call: what it read for the last time lived while it ran.
@@ -216,6 +219,8 @@ class StepWalk:
         # From here on they are the function's own.
         yield self._release(self._handed)
         lent, self._handed, self._lent = self._lent, [], []
+        copies = self._padded_copies(index, parts, in_backward=True)
+        yield self._hold(copies)
         yield self._run("backward", index)
         held = [here or back for here, back in zip(made.saved, made.fetched, strict=True)]
         self._hand_over(index, parts, [*held, *tangents])
@@ -238,7 +243,24 @@ class StepWalk:
         yield self._release(tangents)
         yield self._release(made.saved, saved=True)
         yield self._release(made.fetched)
-        yield self._release(lent)
+        yield self._release([*lent, *copies])
+
+    def _padded_copies(
+        self, index: int, parts: Partitioned, *, in_backward: bool = False
+    ) -> list[Storage]:
+        """Return the copies of parameters, with their padding, that call ``index`` runs with."""
+        call, forward = self.program.calls[index], parts.forward
+        saved = set(forward.output_node().args[0][parts.num_outputs :])
+        placements = call.region.input_placements
+        return [
+            Storage(("padded", index, node.name), tensor_bytes(node.meta["val"]))
+            for node, ref, placement in zip(
+                forward.find_nodes(op="placeholder"), call.args, placements, strict=True
+            )
+            if ref.kind == "param"
+            and placement.is_copied_for_padding(self._world_size)
+            and (node in saved or not in_backward)
+        ]
 
     def _hand_over(self, index: int, parts: Partitioned, given: Sequence[Storage | None]) -> None:
         """Set what call ``index`` hands over to the next one that runs backward.

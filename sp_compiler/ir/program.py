@@ -151,7 +151,8 @@ class Program:
         """For each call, the positions of parameters whose final gradient it computes.
 
         The gradients of other parameters are temporary: if several calls use a parameter, until
-        they are added up; if it is replicated on ``world_size`` ranks, until they are reduced.
+        they are added up; if it is replicated on ``world_size`` ranks, until they are reduced; if
+        it is padded, until they are copied without the padding.
         """
         # Once per call: a call that is given a parameter twice still computes one gradient of it.
         uses = Counter(
@@ -163,7 +164,7 @@ class Program:
                 for index, ref in enumerate(call.args)
                 if ref.kind == "param"
                 and uses[ref.name] == 1
-                and (world_size == 1 or call.region.input_placements[index] != R)
+                and (world_size == 1 or _is_final(call.region.input_placements[index], world_size))
             )
             for call in self.calls
         ]
@@ -200,3 +201,7 @@ def loss_position(out_spec: TreeSpec, scalars: Collection[int]) -> int | None:
     if isinstance(named, int) and named in scalars:
         return named
     return min(scalars, default=None)
+
+
+def _is_final(placement: Placement, world_size: int) -> bool:
+    return placement != R and not placement.is_copied_for_padding(world_size)

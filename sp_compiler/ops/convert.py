@@ -94,6 +94,10 @@ def convert(tp: Communicator, x: Tensor, src: str, dst: str) -> Tensor:
 
 def _fake_converted(x: Tensor, src: str, dst: str, world_size: int) -> Tensor:
     source, target = Placement.parse(src), Placement.parse(dst)
+    conversion = conversion_between(source, target)
+    if conversion is not None and not conversion.method:
+        # The value itself: as a view of it cannot be taken in every shape, strides matter.
+        return x.new_empty_strided(x.shape, x.stride())
     shape = list(source.global_shape(tuple(x.shape), world_size))
     if target.kind == "S":  # a wrong conversion is for the checks to refuse, not for its shape
         shape[target.dim] = (shape[target.dim] + target.padding(world_size)) // world_size

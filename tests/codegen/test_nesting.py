@@ -12,13 +12,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from sp_compiler.codegen.idioms import Idioms
 from sp_compiler.codegen.module_text import CompiledRegion, printed_regions, region_text
-from sp_compiler.codegen.nesting import Apart
+from sp_compiler.codegen.nesting import Apart, Nesting
 from sp_compiler.cost.memory import function_peak_bytes
 from tests.helpers import parity
 from tests.helpers.compiled_region import compile_region
+from tests.helpers.graph_builder import GraphBuilder
 from tests.helpers.regions import TP1, gpt_region, random_inputs, region_of, sp
 
+aten = torch.ops.aten
 X = torch.randn(4, 6)
 
 
@@ -228,3 +231,39 @@ def test_the_peak_of_a_backward_with_several_results_at_once() -> None:
     parts = compiled.partitioned
     assert parts.backward is not None
     assert measured_peaks(compiled)[1] <= function_peak_bytes(parts.backward)
+
+
+@pytest.mark.parametrize("handed", [True, False])
+def test_what_is_handed_over_counts_until_its_last_use(handed: bool) -> None:
+    """Nested, the product would keep 2 units in a statement with 3; the peak is 4.5."""
+    b = GraphBuilder()
+    w, x, y, v = (
+        b.input(*each) for each in (("w", 10, 20), ("x", 20, 10), ("y", 20, 10), ("v", 35, 10))
+    )
+    given = b.input("given", 10, 10)
+    given.meta["handed"] = handed
+    named = b.call(aten.exp.default, x)
+    first = b.call(aten.sum.default, named)
+    product = b.call(aten.mm.default, w, named)
+    small = b.call(aten.sum.default, b.call(aten.mm.default, y, given))
+    late = b.call(aten.mm.default, v, b.call(aten.exp.default, product))
+    graph = b.output(late, small, first)
+    nesting = Nesting(graph, Idioms(graph), gradients=False, fits=lambda _: True)
+    nesting.run()
+    assert (product in nesting.nested) is not handed
+
+
+def test_a_sum_in_place_counts_what_it_reads() -> None:
+    """Nested, it would keep ``left`` under the largest statement."""
+    b = GraphBuilder()
+    square, x, y = b.input("square", 10, 10), b.input("x", 10, 60), b.input("y", 50, 10)
+    right = b.input("right", 60, 10)
+    left = b.call(aten.exp.default, x)
+    first = b.call(aten.sum.default, left)
+    total = b.call(aten.sum.dim_IntList, b.input("z", 10, 10, 10), [0])
+    added = b.call(sp.add_product.default, total, left, right, 1)
+    largest = b.call(aten.sum.default, b.call(aten.mm.default, y, square))
+    graph = b.output(b.call(sp.add_product.default, added, square, square, 1), first, largest)
+    nesting = Nesting(graph, Idioms(graph), gradients=False, fits=lambda _: True)
+    nesting.run()
+    assert added not in nesting.nested

@@ -66,3 +66,13 @@ def test_a_started_collective_holds_what_it_sends_until_it_has_arrived(
     graph = b.output(b.call(aten.mm.default, arrived, w), meanwhile)
     large, result = 100 * 6 * 4, 8 * 4
     assert backward_peak_bytes(graph, set()) == FULL + large + (held or result)
+
+
+def test_a_started_gather_copies_when_it_has_arrived() -> None:
+    """Beside what was made meanwhile: at the start, that was not there yet."""
+    b = GraphBuilder()
+    x, other = b.input("x", 8, 3), b.input("other", 100, 6)
+    full = b.call(convert, b.call(aten.exp.default, x), "S(1)", "R", 2)
+    meanwhile = b.call(aten.exp.default, other)
+    graph = b.output(b.call(wait, full, 2), meanwhile)
+    assert backward_peak_bytes(graph, set()) == HALF + FULL + 100 * 6 * 4 + FULL

@@ -22,6 +22,7 @@ from sp_compiler.verification.simulate import gather_check, scatter, simulated_r
 from tests.helpers.graph_builder import GraphBuilder
 from tests.helpers.own_operators import Case, assert_registered, assert_right, node_of
 
+aten = torch.ops.aten
 _X = torch.randn(8, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 _SHARDS = [S(0), S(0, (4, 4)), S(1), S(1, (8, 4)), S(1, (4, 4, 4))]
 _PAIRS = [
@@ -54,6 +55,15 @@ def test_converted_value_and_gradient(
 @pytest.mark.parametrize(("source", "target"), _PADDED, ids=str)
 def test_padded_shards(source: Placement, target: Placement, world_size: int) -> None:
     assert_right(_case(source, target, world_size), world_size)
+
+
+def test_a_conversion_that_changes_nothing_leaves_strides_as_they_are() -> None:
+    """Or a graph would view what has to be copied, and the plan would miss the copy."""
+    b = GraphBuilder()
+    turned = b.call(aten.t.default, b.input("x", 8, 12))
+    for source, target, strides in (("I", "R", (1, 12)), ("P", "I", (8, 1))):
+        value = b.call(CONVERT.overload, turned, source, target, 2).meta["val"]
+        assert value.stride() == strides
 
 
 def test_a_gradient_that_nothing_typed_is_not_made_up() -> None:

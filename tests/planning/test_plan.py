@@ -347,6 +347,16 @@ def test_a_parameters_own_gradient_among_several_results() -> None:
     assert backward_peak_bytes(graph, {1, 2}) == 4 * 100
 
 
+def test_a_gradient_that_is_copied_into_its_parameters_is_temporary() -> None:
+    """One that does not lie in memory as the parameter does; 10 x 20 numbers."""
+    b = GraphBuilder()
+    g, x = b.input("g", 30, 10), b.input("x", 30, 20)
+    grad = b.call(aten.mm.default, b.call(aten.t.default, g), x)
+    graph = b.output(grad, b.call(aten.t.default, grad))
+    assert backward_peak_bytes(graph, {0}) == 0
+    assert backward_peak_bytes(graph, {1}) == 4 * 10 * 20
+
+
 def test_options_are_those_of_compile() -> None:
     program = compiled(case("plain", 2, 12), tp=2)
     found = make_plan(program, CompileOptions(tp=2), "GPT")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 
 from benchmarks.measure import PeakRecorder
 from sp_compiler.api import plan
@@ -107,3 +109,23 @@ def _measured_peak(found: Case, program: CompiledProgram, *, accumulates: bool =
     inputs = [value for value in found.inputs if isinstance(value, Tensor)]
     outside = [*grads, *params.values(), *found.buffers.values(), *inputs]
     return recorder.peak_bytes(excluding=outside)
+
+
+class _Wide(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, width), nn.Linear(width, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x))).square().mean()
+
+
+def test_the_peak_counts_copies_of_padded_parameters() -> None:
+    """Of 127 columns on two ranks, beside the gradient that is copied without the padding."""
+    x, hints = torch.randn(2, 8, 32), {"up": Shard(0), "down": Shard(1)}
+
+    def peak_bytes(width: int) -> int:
+        options: dict[str, Any] = {"hints": hints, "recompute": "none"}
+        return plan(_Wide(width), ((x,), {}), tp=2, **options).activation_peak_bytes
+
+    assert peak_bytes(127) == peak_bytes(128) + 2 * 4 * 32 * 64

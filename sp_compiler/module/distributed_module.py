@@ -269,8 +269,8 @@ class DistributedModule(Inspection, Weights):
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedModule:
         """Return a module with copied parameters, without gradients, and the same programs."""
         state = self._sp_state
-        # The ranks stay where they are; the state refers to this very instance and is made anew.
-        memo.update({id(state.group): state.group, id(state): None})
+        # It refers to this very instance and is made anew.
+        memo[id(state)] = None
         # Copies of what the last forward stored have no graph behind them, which cannot be copied.
         for module in (*self.modules(), *state.original.model.modules()):
             for leaf in pytree.tree_leaves(list(vars(module).values())):

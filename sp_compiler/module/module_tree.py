@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.base.placement import I, Placement
+from sp_compiler.module.dtensors.gathered_views import saved_value
 from sp_compiler.module.dtensors.patches import refuse_to_pickle
 from sp_compiler.module.fixed_parts import (
     FixedContainer,
@@ -225,6 +226,8 @@ class MirrorModule(HookedModule, ModelMethods):
         # copied, for children and parents refer to each other.
         result = type(self).__new__(type(self))
         memo[id(self)] = result
+        # The ranks stay where they are.
+        memo[id(self._sp_layout.group)] = self._sp_layout.group
         for name, value in self.__dict__.items():
             result.__dict__[name] = copy.deepcopy(value, memo)
         # Copies of plain parameters have no gradients, of DTensors they do.
@@ -258,7 +261,10 @@ class MirrorModule(HookedModule, ModelMethods):
             if isinstance(value, DTensor) and id(value) in own_names:
                 placement = self._sp_layout.placement(self._sp_path, own_names[id(value)])
                 if not placement.is_in_order:
-                    destination[key] = to_true_chunk(value, placement, self._sp_layout.group)
+                    chunk = functools.partial(
+                        to_true_chunk, placement=placement, group=self._sp_layout.group
+                    )
+                    destination[key] = saved_value(value, chunk)
                 refuse_to_pickle(destination[key])
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:

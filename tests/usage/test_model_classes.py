@@ -135,7 +135,7 @@ def test_a_derived_class_is_one_of_the_mirror() -> None:
     layer = _pair()[0].layers[0].up
     mirror = type(layer)
     seen = layer.__class__
-    with pytest.raises(UnsupportedError, match="remove '__class__' of module 'layers.0.up'"):
+    with pytest.raises(UnsupportedError, match="remove '__class__' of module"):
         layer.__class__ = type("Derived", (seen,), {})
     layer.__class__ = type("FSDPLinear", (FSDPModule, seen), {"forward": None})
     assert isinstance(layer, FSDPModule)

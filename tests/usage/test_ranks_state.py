@@ -39,6 +39,28 @@ pytestmark = pytest.mark.slow
 # Checks that run on both ranks of one group; each raises where it fails.
 
 
+def _writes() -> Any:
+    """Into the values of a state dict, fused weights too, as an average of weights is kept; and a
+    copy of a block."""
+    module = compiled("gpt2")
+    module(**zoo.inputs("gpt2"))
+    averages, expected = copy.deepcopy(module), {}
+    old = {name: full(value) for name, value in module.state_dict().items()}
+    module.load_state_dict({name: value * 3 for name, value in old.items()})
+    for name, average in averages.state_dict().items():
+        if name != "lm_head.weight":  # tied: averaged already
+            average.mul_(0.5).add_(module.state_dict()[name], alpha=0.5)
+        expected[name] = old[name] * 2
+        torch.testing.assert_close(full(average), expected[name])
+    found = {name: full(value) for name, value in averages.state_dict().items()}
+    torch.testing.assert_close(found, expected)
+    block = module.transformer.h[0]
+    copied = copy.deepcopy(block)
+    copied.attn.c_attn.weight.data.zero_()
+    assert full(block.attn.c_attn.weight).any()
+    assert not full(copied.attn.c_attn.weight).any()
+
+
 def _state() -> Any:
     """Into files, into the original, and back."""
     module = compiled("gpt2")
@@ -189,6 +211,7 @@ CHECKS = (
     _pretrained,
     _state,
     _whole_weights,
+    _writes,
 )
 
 

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.base.placement import I, Placement
-from sp_compiler.module.dtensors.gathered_views import saved_value
 from sp_compiler.module.dtensors.patches import refuse_to_pickle
 from sp_compiler.module.fixed_parts import (
     FixedContainer,
@@ -30,7 +29,7 @@ from sp_compiler.module.hooks.state_hooks import move_state_hooks
 from sp_compiler.module.parameters import (
     distributed_parameter,
     from_loaded,
-    to_true_chunk,
+    saved_chunk,
 )
 from sp_compiler.module.views import OPERATORS, ModelMethods, of_the_model
 from sp_compiler.runtime.group import TensorParallelGroup
@@ -261,10 +260,7 @@ class MirrorModule(HookedModule, ModelMethods):
             if isinstance(value, DTensor) and id(value) in own_names:
                 placement = self._sp_layout.placement(self._sp_path, own_names[id(value)])
                 if not placement.is_in_order:
-                    chunk = functools.partial(
-                        to_true_chunk, placement=placement, group=self._sp_layout.group
-                    )
-                    destination[key] = saved_value(value, chunk)
+                    destination[key] = saved_chunk(value, placement, self._sp_layout.group)
                 refuse_to_pickle(destination[key])
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:

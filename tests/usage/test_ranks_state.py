@@ -40,10 +40,10 @@ pytestmark = pytest.mark.slow
 
 
 def _writes() -> Any:
-    """Into the values of a state dict, fused weights too, as an average of weights is kept; and a
+    """Into the values of state dicts, fused weights too, as an average of weights is kept; and a
     copy of a block."""
     module = compiled("gpt2")
-    module(**zoo.inputs("gpt2"))
+    module(**zoo.inputs("gpt2")).loss.backward()
     averages, expected = copy.deepcopy(module), {}
     old = {name: full(value) for name, value in module.state_dict().items()}
     module.load_state_dict({name: value * 3 for name, value in old.items()})
@@ -54,6 +54,18 @@ def _writes() -> Any:
         torch.testing.assert_close(full(average), expected[name])
     found = {name: full(value) for name, value in averages.state_dict().items()}
     torch.testing.assert_close(found, expected)
+    fused = averages.state_dict()["transformer.h.0.attn.c_attn.weight"]
+    fused[:1].zero_()
+    torch.testing.assert_close(full(averages.transformer.h[0].attn.c_attn.weight), full(fused))
+    assert not full(fused)[0].any()
+    optimizer = torch.optim.AdamW(module.parameters())
+    optimizer.step()
+    moments = optimizer.state_dict()["state"].values()
+    before = [full(moment["exp_avg"]) for moment in moments]
+    for moment in moments:
+        moment["exp_avg"].mul_(0.5)
+    after = [full(moment["exp_avg"]) for moment in optimizer.state_dict()["state"].values()]
+    torch.testing.assert_close(after, [moment / 2 for moment in before])
     block = module.transformer.h[0]
     copied = copy.deepcopy(block)
     copied.attn.c_attn.weight.data.zero_()

@@ -202,8 +202,9 @@ def write_whole(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 def _note_written(values: Sequence[DTensor]) -> None:
     for value in values:
-        if isinstance(value, GatheredView):
-            value._seen = _WRITTEN
+        # And what it is a view of, which may be a copy too.
+        while isinstance(value, GatheredView):
+            value._seen, value = _WRITTEN, value._source
 
 
 def _written(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[DTensor]:

@@ -82,7 +82,7 @@ class Layout:
         )
 
 
-class MirrorModule(HookedModule, ModelMethods):
+class MirrorModule(HookedModule, ModelMethods, nn.Module):
     """Mirror of one module of the model: same name, same children, same parameter names.
 
     Attributes of the model's own module (``config``, ``num_heads``) are read and set there; its
@@ -265,7 +265,7 @@ class MirrorModule(HookedModule, ModelMethods):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         # Past the user's hooks and what the model's own method does: they may rename weights.
-        last = self._register_load_state_dict_pre_hook(self._place_loaded)
+        last = self.register_load_state_dict_pre_hook(MirrorModule._place_loaded)
         try:
             super()._load_from_state_dict(*args, **kwargs)
         finally:

@@ -156,7 +156,7 @@ def to_true_chunk(value: DTensor, placement: Placement, group: TensorParallelGro
 
 
 def saved_chunk(value: DTensor, placement: Placement, group: TensorParallelGroup) -> DTensor:
-    """Return :func:`to_true_chunk` of ``value`` for a state dict: writes into it reach ``value``."""
+    """Return ``value`` as :func:`to_true_chunk` for a state dict: writes into it reach it."""
     return saved_value(value, partial(to_true_chunk, placement=placement, group=group))
 
 

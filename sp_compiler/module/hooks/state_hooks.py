@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -26,4 +27,11 @@ def move_state_hooks(source: nn.Module, target: nn.Module) -> None:
         vars(target)[table].update({key: of_target(hook) for key, hook in hooks.items()})
     wrappers: Iterable[Any] = source._load_state_dict_pre_hooks.values()
     for wrapper in wrappers:
-        target._register_load_state_dict_pre_hook(of_target(wrapper.hook), wrapper.with_module)
+        hook = of_target(wrapper.hook)
+        target.register_load_state_dict_pre_hook(
+            hook if wrapper.with_module else partial(_without_module, hook)
+        )
+
+
+def _without_module(hook: Any, module: nn.Module, *args: Any) -> None:
+    hook(*args)

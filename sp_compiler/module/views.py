@@ -87,10 +87,10 @@ OPERATORS = ("__getitem__", "__setitem__", "__len__", "__iter__", "__contains__"
 def of_the_model(name: str) -> Callable[..., Any]:
     """Return a method that runs that of the original's class on the module."""
 
-    @functools.wraps(getattr(nn.Module, name, lambda self: None))
     def method(self: ModelMethods, *args: Any, **kwargs: Any) -> Any:
         return getattr(type(self._sp_original), name)(self, *args, **kwargs)
 
+    method.__name__ = name
     return method
 
 

@@ -22,11 +22,16 @@ from sp_compiler.base.placement import I, Placement
 from sp_compiler.grid.data_parallel import apply_data_parallelism
 from sp_compiler.grid.initial_weights import agree_on_weights
 from sp_compiler.ir.compiled_program import CompiledProgram
-from sp_compiler.module.fixed_parts import refuse_no_parameters, refuse_other_parameters
+from sp_compiler.module.fixed_parts import (
+    refuse_no_parameters,
+    refuse_other_parameters,
+    refuse_untied,
+)
 from sp_compiler.module.module_tree import MirrorModule
 from sp_compiler.module.outputs import user_outputs
 from sp_compiler.module.parameters import divided, optimizers_of, place
 from sp_compiler.module.state import ModuleState
+from sp_compiler.module.views import tied_names
 from sp_compiler.runtime.executor import Executor
 from sp_compiler.runtime.group import broadcast, broadcast_over_data, forward_seed
 from sp_compiler.runtime.kernels import compile_kernels
@@ -43,6 +48,7 @@ def executor_for(state: ModuleState, leaves: list[Any], structure: pytree.TreeSp
     """Return the program for these flattened inputs, compiled if necessary, on all ranks alike."""
     parameters = state.parameters.current()
     refuse_other_parameters(state.parameters, parameters, divided=state.group.mesh is not None)
+    refuse_untied(state.parameters, state.ties)
     key = call_key(
         state.modules.values(),
         parameters,
@@ -391,3 +397,4 @@ def _place(
     # Last: a refusal above leaves the module as it was, to be given back.
     fixed.update(placements)
     state.fixed = fixed
+    state.ties |= {tuple(names) for names in tied_names(parameters)}

@@ -34,7 +34,7 @@ from sp_compiler.module.optimizer_state import show_true_state
 from sp_compiler.module.outputs import plain_input
 from sp_compiler.module.shared_memory import check_memory_apart
 from sp_compiler.module.source_model import Original, check_not_taken, generate, move_hooks
-from sp_compiler.module.state import Build, ModuleState
+from sp_compiler.module.state import COMPILING, Build, ModuleState
 from sp_compiler.module.views import SignedForward
 from sp_compiler.module.weights import Weights
 from sp_compiler.runtime.group import TensorParallelGroup
@@ -148,7 +148,9 @@ class DistributedModule(Inspection, Weights):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call :meth:`forward` and the hooks; an error on this rank raises on all ranks."""
         if torch.compiler.is_exporting():
-            raise UnsupportedError(_NO_EXPORT)
+            with COMPILING:  # or it is the capture of another thread
+                if torch.compiler.is_exporting():
+                    raise UnsupportedError(_NO_EXPORT)
         if self._sp_state.fsdp_options is not None:
             # Before this very call, whose hooks are FSDP's then.
             self.prepare(*args, **kwargs)
@@ -179,7 +181,8 @@ class DistributedModule(Inspection, Weights):
         # Before the inputs are read: under a transform they are wrappers without memory.
         refuse_transforms(leaves, state.parameters.current)
         leaves = [plain_input(leaf) for leaf in leaves]
-        executor = executor_for(state, leaves, structure)
+        with COMPILING:
+            executor = executor_for(state, leaves, structure)
         require_data(state)
         return run(state, executor, leaves)
 
@@ -221,7 +224,7 @@ class DistributedModule(Inspection, Weights):
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Compile for these example inputs and place the parameters, without running the model."""
         leaves, structure = flatten_inputs(args, kwargs)
-        with self._sp_state.group.reporting(over_data=self._sp_state.waits_over_data):
+        with self._sp_state.group.reporting(over_data=self._sp_state.waits_over_data), COMPILING:
             executor_for(self._sp_state, [plain_input(leaf) for leaf in leaves], structure)
             shard_over_data(self._sp_state)
 
@@ -266,8 +269,8 @@ class DistributedModule(Inspection, Weights):
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedModule:
         """Return a module with copied parameters, without gradients, and the same programs."""
         state = self._sp_state
-        # The ranks stay where they are; the state refers to this very instance and is made anew.
-        memo.update({id(state.group): state.group, id(state): None})
+        # It refers to this very instance and is made anew.
+        memo[id(state)] = None
         # Copies of what the last forward stored have no graph behind them, which cannot be copied.
         for module in (*self.modules(), *state.original.model.modules()):
             for leaf in pytree.tree_leaves(list(vars(module).values())):

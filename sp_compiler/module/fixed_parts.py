@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -41,6 +41,14 @@ def refuse_other_module(name: str, path: str) -> NoReturn:
     raise UnsupportedError(
         f"cannot set, add or remove {name!r} of module {path or '(model)'!r}: the modules of a "
         "compiled model are fixed; change the model before sp_compiler.compile"
+    )
+
+
+def refuse_other_forward(path: str) -> NoReturn:
+    """Raise the error for a ``forward`` set on the module at ``path``, which no call would run."""
+    raise UnsupportedError(
+        f"cannot set 'forward' of module {path!r}: it is part of compiled code; set it on the "
+        "model before sp_compiler.compile"
     )
 
 
@@ -93,6 +101,24 @@ def refuse_other_parameters(
         _refuse_parameter(next(others))
 
 
+def refuse_untied(named: Mapping[str, Tensor], ties: Iterable[Sequence[str]]) -> None:
+    """Raise an error if parameters are different ones that were one when a program was compiled: it
+    reads the first for all of them.
+
+    Raises:
+        UnsupportedError: names the first of them.
+    """
+    for first, *others in ties:
+        for name in others:
+            # A stage of a pipeline may have one of them alone.
+            if named[name] is not named[first] and None not in (named[name], named[first]):
+                raise UnsupportedError(
+                    f"parameters {first!r} and {name!r} are no longer the same one, as they were "
+                    "when the model was compiled: set both to the same nn.Parameter, or untie them "
+                    "in the model before sp_compiler.compile"
+                )
+
+
 def _is_other(kind: type[Tensor], *, divided: bool) -> bool:
     return not issubclass(kind, DTensor) if divided else kind is Tensor
 
@@ -133,6 +159,13 @@ def refuse_change(original: nn.Module, name: str) -> None:
             "before sp_compiler.compile. To resize trained weights, build the model anew, call its "
             f"load_state_dict(state) with state = module.full_state_dict(), and its own {name}()"
         )
+
+
+def is_needless(original: nn.Module, name: str) -> bool:
+    """Return whether ``name`` is Transformers' method that hooks embeddings for its checkpointing,
+    which compiled code does not use."""
+    home = _home(original, name).partition(".")[0]
+    return name == "enable_input_require_grads" and home == "transformers"
 
 
 def _home(original: nn.Module, name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Mapping
 from types import MethodType
@@ -15,14 +16,22 @@ from torch.distributed.tensor import DTensor
 from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.base.placement import I, Placement
 from sp_compiler.module.dtensors.patches import refuse_to_pickle
-from sp_compiler.module.fixed_parts import FixedContainer, refuse_change, refuse_other_module
+from sp_compiler.module.fixed_parts import (
+    FixedContainer,
+    is_needless,
+    refuse_change,
+    refuse_other_forward,
+    refuse_other_module,
+)
 from sp_compiler.module.hooks.block_hooks import Invocation
 from sp_compiler.module.hooks.hooked_module import KINDS, HookedModule, run_block
+from sp_compiler.module.hooks.state_hooks import move_state_hooks
 from sp_compiler.module.parameters import (
     distributed_parameter,
     from_loaded,
-    to_true_chunk,
+    saved_chunk,
 )
+from sp_compiler.module.views import OPERATORS, ModelMethods, of_the_model
 from sp_compiler.runtime.group import TensorParallelGroup
 from sp_compiler.runtime.keys.set_attributes import Presence, SetAttributes
 from sp_compiler.runtime.reductions import DeferredGradients
@@ -73,12 +82,14 @@ class Layout:
         )
 
 
-class MirrorModule(HookedModule, nn.Module):
+class MirrorModule(HookedModule, ModelMethods, nn.Module):
     """Mirror of one module of the model: same name, same children, same parameter names.
 
     Attributes of the model's own module (``config``, ``num_heads``) are read and set there; its
-    methods run on this module, which has the parameters. ``forward`` runs compiled code if this is
-    a block; other modules cannot be called separately.
+    methods run on this module, which has the parameters. ``isinstance`` finds the classes of both,
+    for weights are chosen by it: those that an optimizer does not decay, those to initialise, the
+    statistics that ``torch.optim.swa_utils.update_bn`` collects, the adapters that PEFT saves.
+    ``forward`` runs compiled code if this is a block; other modules cannot be called separately.
     """
 
     def __init__(self, original: nn.Module, path: str, layout: Layout) -> None:
@@ -88,6 +99,17 @@ class MirrorModule(HookedModule, nn.Module):
         self.__dict__["_sp_path"] = path
         self.__dict__["_sp_layout"] = layout
         self.training = original.training
+
+    @property
+    def __class__(self) -> type:
+        # A copy that is being filled has no original yet.
+        original = self.__dict__.get("_sp_original")
+        return type(self) if original is None else type(original)
+
+    @__class__.setter
+    def __class__(self, derived: type) -> None:
+        # ``fully_shard`` derives a class from the one that it sees, and means the true one.
+        object.__dict__["__class__"].__set__(self, _rebased(derived, self))
 
     def forward(self, *values: Any, **named: Any) -> Any:
         """Run as a block: ``forward(invocation, *values)``."""
@@ -112,6 +134,8 @@ class MirrorModule(HookedModule, nn.Module):
             if original is None or name.startswith("_sp_"):
                 raise
             refuse_change(original, name)
+            if is_needless(original, name):
+                return lambda: None
             # Properties and methods read parameters (``device``, ``num_parameters()``).
             member = inspect.getattr_static(type(original), name, None)
             if isinstance(member, property) and member.fget is not None:
@@ -124,6 +148,8 @@ class MirrorModule(HookedModule, nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         original = self.__dict__.get("_sp_original")
         own = name in self.__dict__ or name in self._buffers or hasattr(nn.Module, name)
+        if name == "forward" and self._sp_path:
+            refuse_other_forward(self._sp_path)
         # nn.Module sets attributes in its constructor, before there is an original.
         if original is None or own or name.startswith("_sp_") or name in _FSDP_MARKS:
             return super().__setattr__(name, value)
@@ -145,7 +171,7 @@ class MirrorModule(HookedModule, nn.Module):
         refuse_other_module(name, self._sp_path)
 
     def __delattr__(self, name: str) -> None:
-        if name in self._modules or name in self._parameters:
+        if name in self._modules or name in self._parameters or name in self._buffers:
             refuse_other_module(name, self._sp_path)
         original = self.__dict__.get("_sp_original")
         # What __setattr__ has set there, or the model's constructor.
@@ -199,6 +225,8 @@ class MirrorModule(HookedModule, nn.Module):
         # copied, for children and parents refer to each other.
         result = type(self).__new__(type(self))
         memo[id(self)] = result
+        # The ranks stay where they are.
+        memo[id(self._sp_layout.group)] = self._sp_layout.group
         for name, value in self.__dict__.items():
             result.__dict__[name] = copy.deepcopy(value, memo)
         # Copies of plain parameters have no gradients, of DTensors they do.
@@ -218,19 +246,32 @@ class MirrorModule(HookedModule, nn.Module):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, parameter in self._parameters.items():
-            if not isinstance(parameter, DTensor):
-                continue
-            placement = self._sp_layout.placement(self._sp_path, name)
-            if not placement.is_in_order:
-                chunk = to_true_chunk(parameter, placement, self._sp_layout.group)
-                destination[prefix + name] = chunk
-            refuse_to_pickle(destination[prefix + name])
+        if self._sp_layout.group.mesh is None:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            return
+        before = set(destination)
+        # With the parameters themselves: the model's own method may give them other names.
+        super()._save_to_state_dict(destination, prefix, True)
+        own_names = {id(parameter): name for name, parameter in self._parameters.items()}
+        for key in [key for key in destination if key not in before]:
+            value = destination[key]
+            if isinstance(value, Tensor) and not keep_vars:
+                destination[key] = value.detach()
+            if isinstance(value, DTensor) and id(value) in own_names:
+                placement = self._sp_layout.placement(self._sp_path, own_names[id(value)])
+                if not placement.is_in_order:
+                    destination[key] = saved_chunk(value, placement, self._sp_layout.group)
+                refuse_to_pickle(destination[key])
 
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        # Past the user's hooks and what the model's own method does: they may rename weights.
+        last = self.register_load_state_dict_pre_hook(MirrorModule._place_loaded)
+        try:
+            super()._load_from_state_dict(*args, **kwargs)
+        finally:
+            last.remove()
+
+    def _place_loaded(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for name, parameter in self._parameters.items():
             value = state_dict.get(prefix + name)
             if isinstance(parameter, DTensor) and isinstance(value, Tensor):
@@ -240,7 +281,6 @@ class MirrorModule(HookedModule, nn.Module):
                     self._sp_layout.placement(self._sp_path, name),
                     self._sp_layout.group,
                 )
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UnsupportedError(
@@ -267,18 +307,6 @@ class MirrorDict(FixedContainer, MirrorModule, nn.ModuleDict):
     """Mirror of a ``ModuleDict``."""
 
 
-class MirrorAdapter(MirrorModule):
-    """Mirror of a PEFT layer, and an instance of its class, by which PEFT finds the layers to save.
-
-    Without it, files written by PEFT would be empty. Methods that merge or switch adapters would
-    change compiled code; they raise errors.
-    """
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return type(self._sp_original)
-
-
 def fill_mirror(root: MirrorModule, original: nn.Module, layout: Layout) -> None:
     """Give ``root`` mirrored children, distributed parameters and buffers of ``original``.
 
@@ -289,6 +317,7 @@ def fill_mirror(root: MirrorModule, original: nn.Module, layout: Layout) -> None
     parameters: dict[int, nn.Parameter] = {}
     for path, module in original.named_modules():
         mirror = mirrors.setdefault(id(module), root)
+        move_state_hooks(module, mirror)
         for name, child in module._modules.items():
             if child is not None and id(child) not in mirrors:
                 child_path = f"{path}.{name}" if path else name
@@ -313,6 +342,21 @@ def _same_layout(present: Tensor, value: Tensor) -> bool:
     return value.device_mesh != present.device_mesh or value.placements == present.placements
 
 
+def _rebased(derived: type, mirror: MirrorModule) -> type:
+    """Return a class of the bases of ``derived``, with the mirror's in place of the original's.
+
+    Raises:
+        UnsupportedError: ``derived`` has no other base, from which ``fully_shard`` takes what it
+            adds.
+    """
+    seen, true = mirror.__class__, type(mirror)
+    if seen not in derived.__bases__ or len(derived.__bases__) == 1:
+        refuse_other_module("__class__", mirror._sp_path)
+    # Without what is in its own namespace: a class of the model may fill that of each subclass.
+    bases = tuple(true if base is seen else base for base in derived.__bases__)
+    return type(derived.__name__, bases, {})
+
+
 def _mirror_class(module: nn.Module) -> type[MirrorModule]:
     kinds: Mapping[type[nn.Module], type[MirrorModule]] = {
         nn.ModuleList: MirrorList,
@@ -322,9 +366,14 @@ def _mirror_class(module: nn.Module) -> type[MirrorModule]:
     for kind, mirror in kinds.items():
         if isinstance(module, kind):
             return mirror
-    if any(base.__module__.partition(".")[0] == "peft" for base in type(module).__mro__):
-        return MirrorAdapter
-    return MirrorModule
+    return _with_operators(tuple(name for name in OPERATORS if hasattr(type(module), name)))
+
+
+@functools.cache
+def _with_operators(names: tuple[str, ...]) -> type[MirrorModule]:
+    """Return a mirror with these methods of the model, such as those of a ``ParameterList``."""
+    methods = {name: of_the_model(name) for name in names}
+    return type("MirrorModule", (MirrorModule,), methods) if names else MirrorModule
 
 
 def _refuse_to_copy(module: MirrorModule, memo: dict[int, Any]) -> NoReturn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -31,6 +32,9 @@ from sp_compiler.runtime.program_cache import ProgramCache
 from sp_compiler.runtime.rank_checks import RankAgreement
 from sp_compiler.runtime.reductions import DeferredGradients, reduce_gradients
 from sp_compiler.runtime.weight_gradients import WeightGradients
+
+COMPILING = threading.RLock()
+"""Held while a program is looked up and compiled: torch captures in one thread at a time."""
 
 Build = Callable[
     [nn.Module, tuple[Any, ...], dict[str, Any], dict[str, Placement] | None, bool],
@@ -63,6 +67,7 @@ class ModuleState:
         agreement: compares the ranks' calls.
         compared: kind and name of the tensors that were compared over the ranks.
         fixed: placements of all parameters that a program uses; ``None`` before the first one.
+        ties: names of parameters that were one when a program was compiled.
         latest: the last program that ran or was compiled.
         latest_key: key of the last call, without decisions.
         compiled_for: arguments of the last call that was compiled, as text by name, and its key.
@@ -103,6 +108,7 @@ class ModuleState:
         self.deferred.drop_others = self.fsdp.drop_unreduced_of
         self.agreement = RankAgreement(self.group, "module", self.options)
         self.fixed: dict[str, Placement] | None = None
+        self.ties: set[tuple[str, ...]] = set()
         self.latest: CompiledProgram | None = None
         self.latest_key: CallKey | None = None
         self.compiled_for: tuple[Mapping[str, str], CallKey | None] = {}, None
@@ -139,6 +145,7 @@ class ModuleState:
         result.compared = set(self.compared)
         result.programs = self.programs.mapped(lambda old: result.executor(old.compiled))
         result.fixed = None if self.fixed is None else dict(self.fixed)
+        result.ties = set(self.ties)
         result.latest = self.latest
         result.compiled_for = self.compiled_for
         result.fsdp_options = self.fsdp_options

@@ -1,4 +1,4 @@
-"""Views of the user's module: its tensors by name, its forward with its signature."""
+"""Views of the user's module: its tensors by name, its forward with its signature, its methods."""
 
 from __future__ import annotations
 
@@ -68,3 +68,38 @@ def tied_names(tensors: Mapping[str, Tensor]) -> list[list[str]]:
     for name, tensor in tensors.items():
         names.setdefault(id(tensor), []).append(name)
     return [group for group in names.values() if len(group) > 1]
+
+
+class ModelMethods(nn.Module):
+    """Those methods of ``nn.Module`` that models override, as the model's own class has them.
+
+    ``train`` keeps norms frozen or merges adapters, ``_load_from_state_dict`` renames weights of
+    older checkpoints. They run on this module, which has the parameters and buffers.
+    """
+
+    _sp_original: nn.Module
+
+
+OPERATORS = ("__getitem__", "__setitem__", "__len__", "__iter__", "__contains__", "__reversed__")
+"""Methods that Python looks up in the class alone, and ``nn.Module`` has not."""
+
+
+def of_the_model(name: str) -> Callable[..., Any]:
+    """Return a method that runs that of the original's class on the module."""
+
+    def method(self: ModelMethods, *args: Any, **kwargs: Any) -> Any:
+        return getattr(type(self._sp_original), name)(self, *args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
+# Not those that list modules, which have to be all, nor _apply: that of recurrent layers collects
+# parameters, which the model does not have.
+for _name in (
+    *("train", "eval", "requires_grad_", "parameters", "named_parameters", "apply"),
+    *("to", "type", "cpu", "cuda", "float", "double", "half", "bfloat16"),
+    *("state_dict", "load_state_dict", "get_extra_state", "set_extra_state"),
+    *("_save_to_state_dict", "_load_from_state_dict"),
+):
+    setattr(ModelMethods, _name, of_the_model(_name))

@@ -76,8 +76,9 @@ class DeferredGradients:
         module = _WATCHED[self]() if self.pending else None
         if module is None:
             return
-        # By identity: a tied parameter has another name where it is used again.
-        for name, parameter in module.named_parameters():
+        # By identity: a tied parameter has another name where it is used again. All of them, for
+        # a model may list some alone.
+        for name, parameter in nn.Module.named_parameters(module):
             if id(parameter) in dropped:
                 self.pending.pop(name, None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from torch import nn
@@ -20,6 +21,11 @@ from sp_compiler.module.hooks.block_hooks import (
 _OF_FORWARD = "_forward_hooks"
 KINDS = (_OF_FORWARD, "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Where ``nn.Module`` has its hooks."""
+
+# The block that runs, which threads may call at the same time.
+_CALLED: ContextVar[tuple[nn.Module | None, Invocation | None]] = ContextVar(
+    "_CALLED", default=(None, None)
+)
 
 
 class HookedModule(nn.Module):
@@ -86,8 +92,10 @@ class HookedModule(nn.Module):
         return self._on_block(backward_pre_hook, super()._get_backward_pre_hooks())
 
     def _on_block(self, wrapped: Any, hooks: Sequence[Any]) -> list[Any]:
-        invocation: Invocation | None = self.__dict__.get("_sp_invocation")
-        return list(hooks) if invocation is None else [wrapped(h, invocation.forms) for h in hooks]
+        called, invocation = _CALLED.get()
+        if called is not self or invocation is None:
+            return list(hooks)
+        return [wrapped(hook, invocation.forms) for hook in hooks]
 
     def require_runnable_hooks(self, *, on_root: bool = False) -> None:
         """Raise an error if this module has a hook that would never run.
@@ -119,12 +127,12 @@ def call_block(
     block: HookedModule, invocation: Invocation, values: Sequence[Any]
 ) -> tuple[Any, ...]:
     """Run one call of a block, with its hooks."""
-    block.__dict__["_sp_invocation"] = invocation  # for hooks of its backward
+    before = _CALLED.set((block, invocation))  # for hooks of its backward
     try:
         outputs = block(invocation, *values)
     finally:
         # Kept, it would keep the values of the whole forward.
-        del block.__dict__["_sp_invocation"]
+        _CALLED.reset(before)
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 

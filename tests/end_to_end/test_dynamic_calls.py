@@ -99,12 +99,9 @@ def _twice(kind: Callable[[], nn.Module], **options: Any) -> tuple[Any, nn.Modul
     return sp_compiler.compile(copy.deepcopy(model), **{"tp": 1, **options}), model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "required"),
-    [
-        (Branching, r"size1 <= 8"),
-        pytest.param(Recurrent, r"Eq\(size1, 5\)", marks=pytest.mark.slow),
-    ],
+    ("kind", "required"), [(Branching, r"size1 <= 8"), (Recurrent, r"Eq\(size1, 5\)")]
 )
 def test_a_model_that_is_specialised_compiles_again(
     kind: Callable[[], nn.Module], required: str

@@ -67,7 +67,8 @@ def test_every_option(options: dict[str, Any]) -> None:
     assert parity.gradient_error(step.grads, found.grads) < 1e-10
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_no_size_of_the_example_is_in_the_text(name: str) -> None:
     # Without overlap: in which order kernels hide a collective is a question of time, and times are
     # those of the example.

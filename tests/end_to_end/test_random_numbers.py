@@ -83,6 +83,7 @@ def test_every_number_of_ranks_and_recompute(tp: int, recompute: str) -> None:
     parity.assert_parity(_case(), tp=tp, recompute=recompute)
 
 
+@pytest.mark.slow
 def test_verify_gives_both_sides_the_same_numbers() -> None:
     """They are drawn in eval mode too, where ``verify`` compares with the model itself."""
     ids = torch.randint(0, 24, (4, 6))

@@ -80,6 +80,7 @@ def test_the_best_of_each_grid_is_found_and_those_that_do_not_fit_are_left_out()
     assert len(found) < len(every) * 2
 
 
+@pytest.mark.slow
 def test_what_is_shown() -> None:
     inputs = ((), zoo.inputs("gpt2"))
     model = zoo.build("gpt2", layers=4)
@@ -100,6 +101,7 @@ def test_what_is_shown() -> None:
     assert all("needs at least" in each.reason for each in none.rejected[:3])
 
 
+@pytest.mark.slow
 def test_memory_that_one_setting_leaves_is_used_by_another() -> None:
     model, inputs = zoo.build("gpt2", layers=4), ((), zoo.inputs("gpt2"))
     arguments: dict[str, Any] = {**_ARGUMENTS, "gpus": 2, "gpus_per_node": 1}

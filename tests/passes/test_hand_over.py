@@ -351,6 +351,7 @@ def test_several_gradients_are_equal_to_the_bit() -> None:
     parity.assert_equal_to_the_bit(actual, expected)
 
 
+@pytest.mark.slow
 def test_sums_of_half_batches_are_left() -> None:
     """Accumulated in the function of the call before, to the bit as in one's own."""
     links = dict.fromkeys(SLOW.interconnect, Link(0.0, 100.0))

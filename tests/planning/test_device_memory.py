@@ -49,6 +49,7 @@ def test_auto_fills_what_the_state_leaves() -> None:
     assert not any("larger budget" in note for note in smallest.notes)
 
 
+@pytest.mark.slow
 def test_what_overlap_takes_fits_as_well() -> None:
     """Above the peak without overlap only where the device has room for it."""
     blocking, free = _plan(overlap=False), _plan()

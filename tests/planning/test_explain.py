@@ -85,6 +85,7 @@ def test_heads_that_do_not_divide(llama: Plan) -> None:
     assert "has 2 x 8 along dim 2, and 2 does not divide by 4" in found.reason
 
 
+@pytest.mark.slow
 def test_a_module_stands_for_all_parameters_inside(llama: Plan) -> None:
     def names(path: str) -> list[str]:
         return [item.name for item in llama.explain(path).parameters]
@@ -148,6 +149,7 @@ def test_reasons_of_what_can_never_be_sharded() -> None:
     assert asked == "asked for by hints['scale']=Replicate()"
 
 
+@pytest.mark.slow
 def test_placements_of_an_earlier_compilation() -> None:
     model, inputs, options = zoo.build("plain"), zoo.inputs("plain"), CompileOptions(tp=2)
     first = build(model, (), inputs, options)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 _SCRIPT = """
 import sys, threading
 from sp_compiler.runtime.watched_collectives import let_gloo_finish
@@ -23,6 +25,7 @@ arrived.release()
 """
 
 
+@pytest.mark.slow
 def test_threads_finish_before_the_interpreter() -> None:
     """Like gloo's, which needs the interpreter to free the tensors of the last collective."""
     command = [sys.executable, "-c", _SCRIPT]

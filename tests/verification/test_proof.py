@@ -163,6 +163,7 @@ def test_parameters_of_which_not_every_number_will_do(
         prove(Step.of(Rooted(), args, {}), _OPTIONS, compiled)
 
 
+@pytest.mark.slow
 def test_layers_that_are_equal_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cost of a proof does not grow with the depth of the model.
 

@@ -63,7 +63,8 @@ def diff(a: Comparable, b: Comparable, *, example_inputs: ExampleInputs | None =
             module without ``example_inputs``, or a single graph against a stage of several regions.
         CaptureError: an uncompiled module cannot be captured.
     """
-    first, second = snapshot_of(a, example_inputs), snapshot_of(b, example_inputs)
+    # By the true class: a compiled module says that it is of the model's.
+    first, second = (snapshot_of.dispatch(type(each))(each, example_inputs) for each in (a, b))
     # By name or not at all: regions of two models that have nothing in common but their order would
     # be compared as if one had become the other.
     first, second = _named_like(first, second), _named_like(second, first)

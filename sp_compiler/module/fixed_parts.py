@@ -111,7 +111,8 @@ def refuse_untied(named: Mapping[str, Tensor], ties: Iterable[Sequence[str]]) ->
     for first, *others in ties:
         for name in others:
             # A stage of a pipeline may have one of them alone.
-            if named[name] is not named[first] and None not in (named[name], named[first]):
+            both = named.get(first), named.get(name)
+            if both[0] is not both[1] and None not in both:
                 raise UnsupportedError(
                     f"parameters {first!r} and {name!r} are no longer the same one, as they were "
                     "when the model was compiled: set both to the same nn.Parameter, or untie them "

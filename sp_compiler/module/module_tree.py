@@ -29,7 +29,7 @@ from sp_compiler.module.hooks.state_hooks import move_state_hooks
 from sp_compiler.module.parameters import (
     distributed_parameter,
     from_loaded,
-    saved_chunk,
+    to_true_chunk,
 )
 from sp_compiler.module.views import OPERATORS, ModelMethods, of_the_model
 from sp_compiler.runtime.group import TensorParallelGroup
@@ -260,7 +260,7 @@ class MirrorModule(HookedModule, ModelMethods, nn.Module):
             if isinstance(value, DTensor) and id(value) in own_names:
                 placement = self._sp_layout.placement(self._sp_path, own_names[id(value)])
                 if not placement.is_in_order:
-                    destination[key] = saved_chunk(value, placement, self._sp_layout.group)
+                    destination[key] = to_true_chunk(value, placement, self._sp_layout.group)
                 refuse_to_pickle(destination[key])
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:

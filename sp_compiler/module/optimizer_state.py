@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from sp_compiler.base.placement import Placement
 from sp_compiler.module.dtensors.patches import refuse_to_pickle
 from sp_compiler.module.module_tree import MirrorModule
-from sp_compiler.module.parameters import from_loaded, saved_chunk
+from sp_compiler.module.parameters import from_loaded, to_true_chunk
 from sp_compiler.runtime.group import TensorParallelGroup
 
 _Stored = tuple[DTensor, Placement, TensorParallelGroup]
@@ -57,7 +57,7 @@ def _true_chunk(
     if not isinstance(value, DTensor):
         return value
     if not where.is_in_order:
-        value = saved_chunk(value, where, group)
+        value = to_true_chunk(value, where, group)
     refuse_to_pickle(value)
     return value
 

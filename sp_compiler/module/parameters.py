@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from typing import cast
 
 import torch
@@ -18,7 +17,6 @@ from torch.optim import Optimizer
 
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.placement import I, Placement, shard_of
-from sp_compiler.module.dtensors.gathered_views import saved_value
 from sp_compiler.module.dtensors.patches import refuse_to_pickle
 from sp_compiler.module.dtensors.segmented_shard import segmented_shard
 from sp_compiler.runtime.group import AXIS, EXPERT_AXIS, TensorParallelGroup
@@ -153,11 +151,6 @@ def to_true_chunk(value: DTensor, placement: Placement, group: TensorParallelGro
     """
     chunks = shard_of(value.shape[placement.dim], placement.dim, group.world_size)
     return _laid_out(unsharded(value, placement, group), chunks, value, group)
-
-
-def saved_chunk(value: DTensor, placement: Placement, group: TensorParallelGroup) -> DTensor:
-    """Return ``value`` as :func:`to_true_chunk` for a state dict: writes into it reach it."""
-    return saved_value(value, partial(to_true_chunk, placement=placement, group=group))
 
 
 @torch.no_grad()

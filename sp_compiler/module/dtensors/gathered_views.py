@@ -47,7 +47,6 @@ _WRITTEN_WHOLE = tuple(
     )
 )
 _View = Callable[[Tensor], Tensor]
-_WRITTEN = object()
 
 
 @functools.cache
@@ -74,15 +73,12 @@ class GatheredView(DTensor):
 
     _source: DTensor
     _view: _View
-    _seen: object
-
-    def _is_current(self) -> bool:
-        return self._seen == _state(self._source)
+    _seen: int | None
 
     # A property, for redistribute() and to_local() read this attribute, not through an operation.
     @property
     def _local_tensor(self) -> Tensor:
-        if not self._is_current():
+        if self._seen != _state(self._source):
             with torch.no_grad():
                 self._local_tensor = self._view(self._source)._local_tensor  # type: ignore[attr-defined]
             self._seen = _state(self._source)
@@ -103,17 +99,6 @@ class GatheredView(DTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _plain(self).__reduce_ex__(protocol)
-
-
-class SavedValue(GatheredView):
-    """What a state dict has of ``_source`` in another layout, as it was when it was saved.
-
-    Operations that write into it write into ``_source``, as on one device. Otherwise it stays what
-    it is: what reads checkpoints fills the local tensor, for ``load_state_dict`` to copy.
-    """
-
-    def _is_current(self) -> bool:
-        return self._seen is not _WRITTEN
 
 
 class _ViewOperations(TorchDispatchMode):
@@ -171,8 +156,7 @@ def write_whole(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         raise UnsupportedError(
             f"{operation} of a view of a dim that is sharded: use the operation that returns a view"
         )
-    written = _written(operation, args, kwargs)
-    roots = {id(root): root for root in map(_root, written)}
+    roots = {id(root): root for root in map(_root, _written(operation, args, kwargs))}
     if len({id(_owner(root)) for root in roots.values()}) < len(roots):
         raise UnsupportedError(
             f"{operation} writes into two views of the same tensor, one of which DTensor gathers; "
@@ -196,15 +180,7 @@ def write_whole(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     operation(*pytree.tree_map(full, args), **pytree.tree_map(full, kwargs))
     for key, root in roots.items():
         _keep_part(root, full_tensors[key])
-    _note_written(written)
     return return_and_correct_aliasing(operation, args, kwargs, None)
-
-
-def _note_written(values: Sequence[DTensor]) -> None:
-    for value in values:
-        # And what it is a view of, which may be a copy too.
-        while isinstance(value, GatheredView):
-            value._seen, value = _WRITTEN, value._source
 
 
 def _written(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[DTensor]:
@@ -320,7 +296,9 @@ def _standing_for(
 
     def standing_for(value: DTensor, view: _View) -> GatheredView:
         with _in_mode_of(source):
-            return _copied(GatheredView, value, source, view)
+            copied = GatheredView(value._local_tensor, value._spec, requires_grad=False)
+        copied._source, copied._view, copied._seen = source, view, _state(source)
+        return copied
 
     if isinstance(result, DTensor):
         return standing_for(result, lambda x: operation(x, *others, **kwargs))
@@ -332,22 +310,6 @@ def _standing_for(
         standing_for(value, functools.partial(part, index=index))
         for index, value in enumerate(result)
     ]
-
-
-def saved_value(source: DTensor, layout: Callable[[DTensor], DTensor]) -> DTensor:
-    """Return ``layout(source)``, as which a state dict has ``source``; every rank must call it."""
-
-    def view(x: Tensor) -> Tensor:
-        # Of the full tensor it is all.
-        return layout(x) if isinstance(x, DTensor) else x
-
-    return _copied(SavedValue, layout(source), source, view)
-
-
-def _copied(kind: type[GatheredView], value: DTensor, source: DTensor, view: _View) -> GatheredView:
-    copied = kind(value._local_tensor, value._spec, requires_grad=False)
-    copied._source, copied._view, copied._seen = source, view, _state(source)
-    return copied
 
 
 def _plain(x: Any) -> Any:

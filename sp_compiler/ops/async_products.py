@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sp_compiler.base.placement import P, R, S
 from sp_compiler.ops.communicator import Communicator
-from sp_compiler.ops.registry import Arguments, Collective, Operator, Typing, register
+from sp_compiler.ops.registry import Arguments, Collective, Operator, Typing, bytes_of, register
 
 
 def all_gather_matmul(tp: Communicator, shard: Tensor, factors: Sequence[Tensor]) -> list[Tensor]:
@@ -90,12 +90,8 @@ def _type_scattered(args: Arguments, world_size: int) -> Sequence[Typing]:
     return [((S(1), S(0)), (S(0),)), ((P, R), (S(0),)), ((R, P), (S(0),))]
 
 
-def _bytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()
-
-
 def _gather(args: Arguments, results: Sequence[Tensor]) -> Sequence[Collective]:
-    return [Collective("all_gather", 1, _bytes(results[0]))]
+    return [Collective("all_gather", 1, bytes_of(results[0]))]
 
 
 def _scatter(args: Arguments, result: Tensor) -> Sequence[Collective]:
@@ -103,7 +99,7 @@ def _scatter(args: Arguments, result: Tensor) -> Sequence[Collective]:
 
 
 def _product_bytes(args: Arguments, result: Tensor) -> int:
-    return _bytes(result) * args["world_size"]
+    return bytes_of(result) * args["world_size"]
 
 
 ALL_GATHER_MATMUL = register(

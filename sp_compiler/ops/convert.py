@@ -16,6 +16,7 @@ from sp_compiler.ops.registry import (
     Gradient,
     Operator,
     Typing,
+    bytes_of,
     operator_of,
     register,
 )
@@ -126,21 +127,17 @@ def _type_convert(args: Arguments, world_size: int) -> Sequence[Typing]:
     return [((source,), (target,))] if conversion_between(source, target) is not None else []
 
 
-def _bytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()
-
-
 def _copied_bytes(args: Arguments, result: Tensor) -> int:
     """Bytes copied to make each rank's part contiguous on dim 0 for a collective, or back."""
     source, target = _placements(args)
     conversion = conversion_between(source, target)
     method = "" if conversion is None else conversion.method
     if method == "all_gather" and (source.dim or len(source.segments) > 1):
-        return _bytes(result)
+        return bytes_of(result)
     if method == "reduce_scatter":
         # One to bring the dim to the front, one to sort the segments by rank.
         copies = bool(target.dim) + (len(target.segments) > 1)
-        return copies * _bytes(args["x"].meta["val"])
+        return copies * bytes_of(args["x"].meta["val"])
     return 0
 
 

@@ -150,6 +150,11 @@ class Operator:
         return tree_map_only(Tensor, own, result)
 
 
+def bytes_of(x: Tensor) -> int:
+    """Return the bytes of the elements of ``x``, for collectives and scratch memory."""
+    return x.numel() * x.element_size()
+
+
 OPERATORS: dict[str, Operator] = {}
 """Every operator of ours by name."""
 

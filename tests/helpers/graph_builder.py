@@ -41,6 +41,16 @@ class GraphBuilder:
         return self.graph
 
 
+def text(graph: Graph) -> list[str]:
+    """``name = operator(operands)``, one line a call."""
+    return [
+        f"{node.name} = {node.target.__name__.split('.')[0]}"
+        f"({', '.join(source.name for source in node.all_input_nodes)})"
+        for node in graph.nodes
+        if node.op == "call_function"
+    ]
+
+
 def _tag(node: Node, meta: dict[str, str]) -> Node:
     node.meta.update(meta)
     if "placement" in meta:

@@ -22,7 +22,7 @@ from sp_compiler.ops.rows import CUT_ROWS, PAD_ROWS
 from sp_compiler.passes import async_tp
 from sp_compiler.verification.simulate import simulated_ranks
 from tests.helpers.async_products import let_all_pay
-from tests.helpers.graph_builder import GraphBuilder, convert
+from tests.helpers.graph_builder import GraphBuilder, convert, text
 from tests.helpers.one_operator import join, scatter
 from tests.helpers.parity import assert_parity, case
 from tests.models import zoo
@@ -63,16 +63,6 @@ def lowered(
     parts = Partitioned(graph, backward, num_outputs=1, saved=())
     with reporting(PassReport("async_tp")) as report:
         return async_tp.async_tp(parts, WORLD, room=room).forward, report
-
-
-def text(graph: Graph) -> list[str]:
-    """``name = operator(operands)``, one line a call."""
-    return [
-        f"{node.name} = {getattr(node.target, '__name__', '').split('.')[0]}"
-        f"({', '.join(source.name for source in node.all_input_nodes)})"
-        for node in graph.nodes
-        if node.op == "call_function"
-    ]
 
 
 def left_alone(graph: Graph, reason: str) -> bool:

@@ -22,7 +22,7 @@ from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.op_traits import is_wait
 from sp_compiler.ops.accumulate import ADD_PRODUCT
 from sp_compiler.passes.overlap.orders import overlapped
-from tests.helpers.graph_builder import GraphBuilder, convert
+from tests.helpers.graph_builder import GraphBuilder, convert, text
 from tests.helpers.parity import (
     assert_equal_to_the_bit,
     assert_parity,
@@ -69,16 +69,6 @@ def linear_backward(width: int = 60) -> Graph:
     part = b.scatter(grad_x, "part")
     last = b.call(aten.mul.Tensor, part, 2.0, name="last")
     return b.output(last, grad_w)
-
-
-def text(graph: Graph) -> list[str]:
-    """``name = operator(operands)``, one line a call."""
-    return [
-        f"{node.name} = {node.target.__name__.split('.')[0]}"
-        f"({', '.join(source.name for source in node.all_input_nodes)})"
-        for node in graph.nodes
-        if node.op == "call_function"
-    ]
 
 
 def test_the_gradient_of_a_weight_goes_behind_the_next_collective() -> None:

@@ -21,6 +21,7 @@ def shortcuts() -> Iterator[None]:
         vector_units_tried_once(),
         header_compiled_once(),
         keys_unexplained(),
+        triton_hashed_where_it_runs(),
         types_listed_once(),
         equal_bounds_kept(),
     ):
@@ -138,6 +139,22 @@ def keys_unexplained() -> Iterator[None]:
         return explain(pickler, details) if is_read else []
 
     with mock.patch.object(FxGraphCachePickler, "debug_lines", explain_if_read):
+        yield
+
+
+@contextlib.contextmanager
+def triton_hashed_where_it_runs() -> Iterator[None]:
+    """Context in which Inductor hashes Triton, half a gigabyte, only for a device that runs it.
+
+    It does so in every process, and where there is no such device goes on without the hash: the
+    key of a graph is the same.
+    """
+    from torch._inductor.runtime import triton_compat
+
+    if torch.accelerator.is_available():
+        yield
+        return
+    with mock.patch.object(triton_compat, "triton_key", lambda: "read by nobody"):
         yield
 
 

@@ -19,6 +19,7 @@ from torch._inductor.codecache import FxGraphCachePickler, compiled_fx_graph_has
 from torch._inductor.cpp_builder import _get_ffast_math_flags
 from torch._inductor.cpu_vec_isa import VecAVX2, VecISA
 from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
+from torch._inductor.runtime import triton_compat
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx import GraphModule
@@ -32,6 +33,7 @@ from sp_compiler.inductor.shortcuts import (
     equal_bounds_kept,
     header_compiled_once,
     keys_unexplained,
+    triton_hashed_where_it_runs,
     types_listed_once,
     vector_units_tried_once,
 )
@@ -251,6 +253,31 @@ def test_keys_are_explained_to_a_log_that_is_read(caplog: pytest.LogCaptureFixtu
                 keys.append(compiled_fx_graph_hash(graph, [torch.empty(4)], {}, []))
         assert [lines for _, lines in keys] == [[], ["a line"]]
         assert keys[0][0] == keys[1][0]
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_triton_is_hashed_where_a_device_runs_it(is_there: bool) -> None:
+    with (
+        mock.patch.object(torch.accelerator, "is_available", return_value=is_there),
+        mock.patch.object(triton_compat, "triton_key", return_value="a hash") as key,
+    ):
+        with triton_hashed_where_it_runs():
+            triton_compat.triton_key()
+        assert key.called == is_there
+        assert triton_compat.triton_key is key
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without a GPU")
+def test_without_a_device_a_key_does_not_depend_on_triton() -> None:
+    keys = []
+    for triton_version in ("one", "other"):
+        with (
+            mock.patch.object(triton_compat, "triton_key", return_value=triton_version),
+            # Behind a cache of its own since torch 2.12.
+            mock.patch.object(codecache, "triton_key", create=True, return_value=triton_version),
+        ):
+            keys.append(codecache.CacheBase.get_system.__wrapped__()["hash"])
+    assert keys[0] == keys[1]
 
 
 def test_types_are_listed_once() -> None:

@@ -17,7 +17,8 @@ Passes in parentheses run only where an option asks for them::
 - outline: the graph as calls of distinct regions, equal layers sharing one;
 - shard: a placement for every value, and collectives between placements that differ;
 - check: placements derived again, by rules of its own;
-- joint: forward and backward in one graph; simplify: without what differentiating left behind;
+- joint: forward and backward in one graph; simplify: equal casts once, in front of gathers,
+  and without what differentiating left behind;
 - chunk: loss head in chunks of rows, attention in chunks of queries: neither exists as a whole;
 - tag: save or recompute, per node; partition: cut the joint graph by the tags, sums in place;
 - split_backward: gradients of weights apart, for pipelines; overlap: compute under collectives;
@@ -62,6 +63,7 @@ from sp_compiler.pass_manager.reproduction import reproducible
 from sp_compiler.pass_manager.runner import PassRunner, running_passes
 from sp_compiler.pass_manager.user_pass import run_user_pass
 from sp_compiler.passes.async_tp import async_tp
+from sp_compiler.passes.casts import share_casts
 from sp_compiler.passes.chunks.chunk import chunk
 from sp_compiler.passes.expert_parallel import expert_parallel
 from sp_compiler.passes.half_batches import half_batches, halves_pay
@@ -281,6 +283,7 @@ class Compilation:
             # After sharding: the gradient of a collective is a collective too, which simplify and
             # the recompute policies should see.
             joints[name] = run.once(Pass.JOINT, trace_joint, region, region=name)
+            run.once(Pass.SIMPLIFY, share_casts, joints[name], region=name)
             run.once(Pass.SIMPLIFY, simplify, joints[name].graph, region=name)
             # A graph per number of chunks; tag takes one, for policies decide what a chunk saves.
             to_chunk = joints[name], tp, *options.chunk_counts

@@ -62,7 +62,7 @@ def check_not_taken(model: nn.Module) -> None:
     holders = optimizers_of(model.parameters())
     if holders:
         raise ArgumentError(
-            f"an optimizer ({type(holders[0][0]).__name__}) holds the parameters of the model, "
+            f"an optimizer ({type(holders[0]).__name__}) holds the parameters of the model, "
             "which are replaced; create it after sp_compiler.compile, from the compiled module's "
             "parameters()"
         )

@@ -23,7 +23,7 @@ ids = torch.randint(0, 512, (4, 64), device=device)
 
 
 def started(seed: int) -> tuple[Any, torch.optim.Optimizer]:
-    """A compiled model with its parameters in place, which loading needs, and an optimizer."""
+    """A compiled model, of which a rank loads its part only, and an optimizer."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=2,

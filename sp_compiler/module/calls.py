@@ -28,6 +28,7 @@ from sp_compiler.module.fixed_parts import (
     refuse_untied,
 )
 from sp_compiler.module.module_tree import MirrorModule
+from sp_compiler.module.optimizer_state import place_optimizer_state
 from sp_compiler.module.outputs import user_outputs
 from sp_compiler.module.parameters import divided, optimizers_of, place
 from sp_compiler.module.state import ModuleState
@@ -144,7 +145,7 @@ def shard_over_data(state: ModuleState) -> None:
     """
     if state.fsdp_options is None:
         return
-    for optimizer, _ in optimizers_of(state.root.parameters()):
+    for optimizer in optimizers_of(state.root.parameters()):
         raise ArgumentError(
             f"{type(optimizer).__name__} holds parameters that are not placed yet, and "
             "fully_shard replaces them; pass example_inputs to sp_compiler.compile (or call the "
@@ -288,7 +289,6 @@ def _compile(
     state: ModuleState, leaves: list[Any], structure: pytree.TreeSpec, open_dims: bool
 ) -> Executor:
     if state.fixed is None:
-        _refuse_optimizer_state(state)
         _refuse_other_parallelism(state)
     args, kwargs = pytree.tree_unflatten(leaves, structure)
     with state.original.awake(state.root, state.computed_as(), state.absent_dtype) as model:
@@ -317,18 +317,6 @@ def _note_attributes(state: ModuleState, reads: AttributeReads, compiled: Compil
     attributes.read({m._sp_path: reads.of(m._sp_original) for m in mirrors})
     paths = {path: vars(module)["_sp_path"] for path, module in state.modules.items()}
     attributes.store((paths[each.path], each.name) for each in compiled.program.stored)
-
-
-def _refuse_optimizer_state(state: ModuleState) -> None:
-    """Raise an error if placing the parameters would leave an optimizer with state of other
-    shapes."""
-    for optimizer, has_state in optimizers_of(state.root.parameters()):
-        if has_state:
-            raise ArgumentError(
-                f"{type(optimizer).__name__} has state for parameters that are not placed yet "
-                "(it stepped, or state was loaded, before the first call); pass example_inputs "
-                "to sp_compiler.compile, or call the module once before"
-            )
 
 
 def _refuse_other_parallelism(state: ModuleState) -> None:
@@ -388,6 +376,7 @@ def _place(
         for other in [other for other, value in parameters.items() if value is whole]:
             parameters.replace(other, part)
         placed[id(part)] = placements[name]
+    place_optimizer_state([parameters[name] for name in fresh], placed, state.group)
     # Programs know a tied parameter by one name; checkpoints ask for it by all of them.
     state.layout.placements.update(
         (name, placed[id(parameter)])

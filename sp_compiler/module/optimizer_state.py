@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -20,12 +21,39 @@ from torch.optim import Optimizer
 from sp_compiler.base.placement import Placement
 from sp_compiler.module.dtensors.patches import refuse_to_pickle
 from sp_compiler.module.module_tree import MirrorModule
-from sp_compiler.module.parameters import from_loaded, to_true_chunk
+from sp_compiler.module.parameters import from_loaded, optimizers_of, to_true_chunk
 from sp_compiler.runtime.group import TensorParallelGroup
 
 _Stored = tuple[DTensor, Placement, TensorParallelGroup]
 # Weak, for the wrapped methods live as long as the process, and modules need not.
 _MODULES: weakref.WeakSet[MirrorModule] = weakref.WeakSet()
+
+
+@torch.no_grad()
+def place_optimizer_state(
+    parameters: Sequence[Tensor], placements: Mapping[int, Placement], group: TensorParallelGroup
+) -> None:
+    """Place what optimizers keep for parameters that have just been placed, like these.
+
+    Adagrad makes its sums with the optimizer, others have state that was loaded, or made by
+    ``get_state_dict``, before the first call.
+
+    Args:
+        parameters: those placed.
+        placements: of them, by id.
+        group: the ranks.
+    """
+    if group.mesh is None:
+        return
+    entries: dict[int, dict[str, Any]] = {}  # by identity: a wrapper shows those of its optimizer
+    for optimizer in optimizers_of(parameters):
+        for parameter in parameters:
+            entry = optimizer.state.get(parameter, {})
+            if not isinstance(parameter, DTensor) or id(entry) in entries:
+                continue
+            entries[id(entry)] = entry
+            where = placements[id(parameter)]
+            entry.update(_converted_entry(entry, (parameter, where, group), _as_stored))
 
 
 def show_true_state(module: MirrorModule) -> None:

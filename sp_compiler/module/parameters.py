@@ -233,9 +233,8 @@ def _cut_again(placements: Sequence[MeshPlacement], axis: int) -> bool:
     return any(getattr(other, "dim", None) == dim for other in placements[axis + 1 :])
 
 
-def optimizers_of(parameters: Iterable[Tensor]) -> list[tuple[Optimizer, bool]]:
-    """Return existing optimizers that hold one of ``parameters``, and whether they have state for
-    it."""
+def optimizers_of(parameters: Iterable[Tensor]) -> list[Optimizer]:
+    """Return existing optimizers that hold one of ``parameters``."""
     # A scan of all objects takes a tenth of a second, and most models are compiled before there is
     # any optimizer: the first one of a class has torch wrap and mark the ``step`` of the class.
     if not any(hasattr(kind.step, "hooked") for kind in _with_subclasses(Optimizer)):
@@ -249,16 +248,12 @@ def optimizers_of(parameters: Iterable[Tensor]) -> list[tuple[Optimizer, bool]]:
     for candidate in objects if kinds else ():
         if type(candidate) not in kinds:
             continue
-        held = [
-            parameter
+        if any(
+            id(parameter) in ids
             for param_group in getattr(candidate, "param_groups", ())
             for parameter in param_group["params"]
-            if id(parameter) in ids
-        ]
-        if held:
-            optimizers.append(
-                (candidate, any(candidate.state.get(parameter) for parameter in held))
-            )
+        ):
+            optimizers.append(candidate)
     return optimizers
 
 

@@ -62,7 +62,7 @@ def check_not_taken(model: nn.Module) -> None:
     holders = optimizers_of(model.parameters())
     if holders:
         raise ArgumentError(
-            f"an optimizer ({type(holders[0][0]).__name__}) holds the parameters of the model, "
+            f"an optimizer ({type(holders[0]).__name__}) holds the parameters of the model, "
             "which are replaced; create it after sp_compiler.compile, from the compiled module's "
             "parameters()"
         )
@@ -132,8 +132,13 @@ class Original:
         self._own = {name: vars(model)[name] for name in _RAISING if name in vars(model)}
         # On the objects, not in a list: a mark goes when its model goes.
         vars(model)[_TAKEN] = True
+        kept = {id(parameter) for parameter in mirror.parameters()}
         for parameter in model.parameters():
             setattr(parameter, _TAKEN, True)
+            # On several ranks others take their place. Whoever has listed these before, in groups
+            # for an optimizer, would train what no forward reads.
+            if id(parameter) not in kept and type(parameter) is nn.Parameter:
+                parameter.__class__ = TakenParameter
         self._put_to_sleep(mirror)
 
     @property

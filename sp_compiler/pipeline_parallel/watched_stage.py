@@ -277,7 +277,7 @@ class _MessageWait(RankWait):
 
     def __init__(self, board: FailureBoard, message: _Message, timeout: timedelta) -> None:
         purpose = "sends to" if message.sends else "waits for"
-        super().__init__(board, f"{purpose} rank {message.rank}", -1, timeout)
+        super().__init__(board, f"{purpose} rank {message.rank}", "message", timeout)
 
     def look(self) -> None:
         """Raise an error if this wait cannot succeed.

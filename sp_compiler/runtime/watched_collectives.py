@@ -156,7 +156,8 @@ class WatchedCollectives(FunctionalCollectives):
             RankFailureError: another rank has failed or is gone.
             RankMismatchError: another rank waits for something else, or has not come in time.
         """
-        with contextlib.closing(RankWait(self._board, purpose, number, self._timeout)) as wait:
+        place = f"collective {number}"
+        with contextlib.closing(RankWait(self._board, purpose, place, self._timeout)) as wait:
             while True:
                 try:
                     work.wait(LOOK_EVERY)

@@ -68,19 +68,12 @@ def test_the_original_is_taken_over() -> None:
     assert not any(parameter.is_meta for parameter in module.parameters())
 
 
-def test_optimizers_made_too_early_are_refused() -> None:
+def test_optimizers_of_the_original_are_refused() -> None:
     model = handmade_model()
     early = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ArgumentError, match=r"SGD.*after sp_compiler\.compile"):
         DistributedModule(model, tensor_parallel_group(1), Builder(1))
     del early
-    module, _ = compiled_handmade(1)
-    optimizer = torch.optim.AdamW(module.parameters())
-    for parameter in module.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    with pytest.raises(ArgumentError, match="AdamW has state"):
-        module(handmade_input())
 
 
 @pytest.mark.parametrize("restored", [False, True], ids=["made", "restored"])

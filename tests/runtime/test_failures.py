@@ -99,6 +99,24 @@ def test_an_error_of_one_rank_alone_is_not_over(boards: list[FailureBoard]) -> N
     assert "rank 1 failed and rank 0 did not" in str(said[1])
 
 
+def test_ranks_that_come_for_the_same_of_other_modules(
+    boards: list[FailureBoard], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an error that one rank caught, say: they would wait until the end of their patience."""
+    monkeypatch.setattr(board, "LOOK_EVERY", timedelta(seconds=0.03))
+    monkeypatch.setattr(board, "_DEADLOCK_S", 0.1)
+
+    def exchange(rank: int) -> None:
+        with boards[rank].reporting():
+            boards[rank].exchange(f"module {rank}", "", "compares", timedelta(seconds=5))
+
+    said = "\n".join(map(str, _on_ranks(exchange)))
+    assert (
+        "rank 0 compares (module 0, exchange 1), rank 1 compares (module 1, exchange 1): all"
+        in said
+    )
+
+
 def test_a_broken_connection_is_said_without_the_wishes_of_gloo() -> None:
     quiet = FailureBoard.__new__(FailureBoard)
     quiet.kind, quiet.raise_if_failed = "group", lambda: (_ for _ in ()).throw(RuntimeError)  # type: ignore[method-assign]

@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import sp_compiler
 from sp_compiler import UnsupportedError
+from tests.helpers.fake_group import fake_group
 
 _IDS = torch.zeros(1, 4, dtype=torch.long)
 
@@ -100,3 +101,25 @@ def test_a_copy_of_it_is_as_empty(original: LlamaForCausalLM) -> None:
     assert copied.lm_head.weight is not original.lm_head.weight
     with pytest.raises(UnsupportedError, match="belong to the module that"):
         copied.lm_head.weight.sum()
+
+
+def test_parameters_listed_before_the_compilation_raise_on_several_ranks() -> None:
+    """In groups by name, say: an optimizer of them would train what no forward reads."""
+    model = _llama()
+    decayed = [parameter for name, parameter in model.named_parameters() if "norm" not in name]
+    with fake_group(2):
+        module: Any = sp_compiler.compile(model, tp=2)
+        with pytest.raises(UnsupportedError, match=r"give its parameters\(\) to the optimizer"):
+            torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}])
+        with pytest.raises(UnsupportedError, match="this model was compiled"):
+            decayed[0].detach()
+        assert [p.shape for p in decayed] == [
+            p.shape for name, p in module.named_parameters() if "norm" not in name
+        ]
+
+
+def test_parameters_listed_before_the_compilation_are_its_own_on_one_rank() -> None:
+    model = _llama()
+    listed = list(model.parameters())
+    module: Any = sp_compiler.compile(model, tp=1)
+    assert [id(p) for p in listed] == [id(p) for p in module.parameters()]

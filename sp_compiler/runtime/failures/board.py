@@ -168,11 +168,14 @@ class FailureBoard:
         # Of an error that all ranks have raised before, nobody is to be told again.
         self.begin_anew(timeout)
         self._num_exchanges[name] += 1
-        here = f"exchanges/{self._round}/{name}/{self._num_exchanges[name]}"
+        count = self._num_exchanges[name]
+        here = f"exchanges/{self._round}/{name}/{count}"
         keys = [f"{here}/{rank}" for rank in range(self.world_size)]
         self.store.set(keys[self.rank], text)
         pause_s = 0.001
-        with contextlib.closing(RankWait(self, purpose, -1, timeout)) as wait:
+        with contextlib.closing(
+            RankWait(self, purpose, f"{name}, exchange {count}", timeout)
+        ) as wait:
             while not self.store.check(keys):
                 time.sleep(pause_s)
                 # Ranks arrive together as a rule; who waits longer need not ask so often.
@@ -224,14 +227,14 @@ class RankWait:
     Args:
         board: of the group.
         purpose: a verb phrase, such as "calls the module".
-        number: a number that must agree too, such as that of collectives so far.
+        place: what must agree too, such as the module and its exchanges, or collectives, so far.
         timeout: how long to wait.
     """
 
-    def __init__(self, board: FailureBoard, purpose: str, number: int, timeout: timedelta) -> None:
+    def __init__(self, board: FailureBoard, purpose: str, place: str, timeout: timedelta) -> None:
         self._board = board
         self._purpose = purpose
-        self._number = number
+        self._place = place
         self._timeout = timeout
         self._start = time.monotonic()
         self._published = False
@@ -254,7 +257,7 @@ class RankWait:
         if stuck != self._stuck:
             self._stuck, self._stuck_since = stuck, now
         if stuck and now - self._stuck_since > _DEADLOCK_S:
-            waits = [f"rank {rank} {json.loads(text)[0]}" for rank, text in enumerate(stuck)]
+            waits = [f"rank {rank} {text}" for rank, text in enumerate(_told_apart(stuck))]
             raise RankMismatchError(
                 f"the ranks wait for each other, {', '.join(waits)}: all ranks of a {board.kind} "
                 "must do the same, in the same order"
@@ -270,7 +273,7 @@ class RankWait:
     @property
     def _own(self) -> str:
         # On demand: most waits end before anything is published.
-        return json.dumps([self._purpose, self._number])
+        return json.dumps([self._purpose, self._place])
 
     def close(self) -> None:
         """Withdraw this rank's published wait, if there is one."""
@@ -288,6 +291,14 @@ class RankWait:
         key = _waits(rank)
         store = self._board.store
         return store.get(key).decode() if store.check([key]) else ""
+
+
+def _told_apart(waits: list[str]) -> list[str]:
+    """Return the purposes of published waits, with their places if the purposes are the same."""
+    purposes, places = zip(*map(json.loads, waits), strict=True)
+    if len(set(purposes)) > 1:
+        return list(purposes)
+    return [f"{purpose} ({place})" for purpose, place in zip(purposes, places, strict=True)]
 
 
 def _waits(rank: int) -> str:

@@ -248,7 +248,8 @@ class Communicator:
         ranks = torch.where(is_own, parts, torch.zeros((), dtype=x.dtype, device=x.device))
         ranks = ranks.flatten(source.dim, source.dim + 1)
         assert ranks.shape[source.dim] == size * self.world_size
-        return _from_rank_major(ranks, source, self.world_size)
+        # A view would keep the padding in memory.
+        return _from_rank_major(ranks, source, self.world_size).contiguous()
 
     def reduce(self, x: Tensor, op: str) -> Tensor:
         """The "sum" or the "max" over ranks, on every rank."""

@@ -133,9 +133,10 @@ def _copied_bytes(args: Arguments, result: Tensor) -> int:
     source, target = _placements(args)
     conversion = conversion_between(source, target)
     method = "" if conversion is None else conversion.method
-    if method == "all_gather":
+    if method in ("all_gather", "zero_pad_to_partial"):
         # Rows need no copy: the parts stand one behind the other.
-        is_copied = source.dim or len(source.segments) > 1
+        is_copied = source.dim if method == "all_gather" else source.padding(args["world_size"])
+        is_copied = is_copied or len(source.segments) > 1
         return bytes_of(args["x"].meta["val"]) * args["world_size"] if is_copied else 0
     is_segmented, is_padded = len(target.segments) > 1, bool(target.padding(args["world_size"]))
     padded_bytes = bytes_of(result) * args["world_size"]

@@ -43,6 +43,14 @@ Candidates = Mapping[str, Sequence[Candidate]]
 """In which ways each region, by name, can be split."""
 
 
+class BudgetError(ArgumentError):
+    """A budget is too small: ``least_bytes`` would do."""
+
+    def __init__(self, message: str, least_bytes: int) -> None:
+        super().__init__(message)
+        self.least_bytes = least_bytes
+
+
 def candidates_of(
     program: Program,
     joints: Mapping[str, Sequence[JointGraph]],
@@ -139,13 +147,13 @@ def tag_under_budget(
             includes them; else 0.
 
     Raises:
-        ArgumentError: the budget is too small; the message has the smallest that is enough.
+        BudgetError: the budget is too small; the message has the smallest that is enough.
     """
     differentiable = {name: each[0].joint.differentiable for name, each in ways.items()}
     calls = budget_problem(program, ways, differentiable, world_size)
     picks = cheapest(calls, budget_bytes)
     if picks is None:
-        raise ArgumentError(_too_small(program, calls, budget_bytes, state_bytes))
+        raise _too_small(program, calls, budget_bytes, state_bytes)
     if is_fastest(calls, picks):
         note = "a larger budget of memory would not make the step faster in this estimate"
         program = replace(program, notes=[*program.notes, note])
@@ -230,7 +238,7 @@ _OUTSIDE = {
 
 def _too_small(
     program: Program, calls: Sequence[CallSplits], budget_bytes: int, state_bytes: int
-) -> str:
+) -> BudgetError:
     peaks = list(needs(calls, smallest(calls)))
     index = max(range(len(peaks)), key=lambda i: peaks[i][1])
     kept, peak = peaks[index]
@@ -245,12 +253,13 @@ def _too_small(
         state = (
             f", of which {bytes_text(state_bytes)} are parameters, gradients and AdamW's moments"
         )
-    return (
+    message = (
         f"{name}={limit} ({bytes_text(limit)}): the least that would do is "
         f"{least} ({_rounded_up(least)}){state}. Then {where} needs most: {bytes_text(kept)} that "
         f"it and the calls before it keep for backward, {bytes_text(peak - kept)} besides "
         "(results, gradients, what it makes inside). Raise the budget or tp, or use a smaller batch"
     )
+    return BudgetError(message, peak)
 
 
 def _rounded_up(num_bytes: int) -> str:

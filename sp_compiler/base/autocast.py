@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 # Every type of device that a model may run on: torch has no list of those with autocast on.
 _DEVICES = ("cpu", "cuda")
@@ -57,32 +58,79 @@ def under_autocast(state: Autocast) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def explicit_einsum() -> Iterator[None]:
-    """Record the casts that autocast does inside ``einsum``, before it, where the graph shows them.
+def explicit_casts() -> Iterator[None]:
+    """Record the casts that autocast does inside of composite operators, where the graph shows
+    them.
 
-    Eager casts the factors of each matrix product in it. An equation that multiplies two operands
-    and sums over the labels that both have is one such product; any other is recorded as the
-    operators that it decomposes to.
+    Eager casts the factors of each matrix product in them, and what a loss of classes reads.
     """
-    original = torch._VF.einsum  # type: ignore[attr-defined]
+    _VF: Any = torch._VF
+    # torch internals: autocast casts below the level at which these are recorded, so that a graph
+    # without autocast would compute in another dtype.
+    with (
+        mock.patch.object(torch._VF, "einsum", _einsum(_VF.einsum), create=True),
+        mock.patch.object(torch._VF, "tensordot", _product(_VF.tensordot), create=True),
+        mock.patch.object(torch, "inner", _product(torch.inner)),
+        mock.patch.object(torch.Tensor, "inner", _product(torch.Tensor.inner), create=True),
+        mock.patch.object(torch.linalg, "multi_dot", _product(torch.linalg.multi_dot)),
+        mock.patch.object(torch._C._nn, "nll_loss_nd", _nll_loss(torch._C._nn.nll_loss_nd)),
+    ):
+        yield
 
-    def einsum(equation: str, operands: tuple[Tensor, ...], **kwargs: Any) -> Tensor:
-        device = operands[0].device.type
-        # No autocast exists for the meta device: asking for its state raises.
-        if device == "meta" or not torch.is_autocast_enabled(device):
+
+def _dtype_on(x: Tensor) -> torch.dtype | None:
+    """Return the dtype that autocast gives products with ``x``; ``None`` where it is off."""
+    device = x.device.type
+    # No autocast exists for the meta device: asking for its state raises.
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    # As autocast itself does: float64 and integers are left alone.
+    return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
+
+
+def _einsum(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """An equation that multiplies two operands and sums over the labels that both have is one
+    product; any other is recorded as the operators that it decomposes to."""
+
+    def einsum(equation: str, operands: Sequence[Tensor], **kwargs: Any) -> Tensor:
+        dtype = _dtype_on(operands[0])
+        if dtype is None:
             return original(equation, operands, **kwargs)
         if not _is_product(equation, len(operands)):
             return torch.ops.aten.einsum.default.decompose(equation, list(operands), **kwargs)
-        dtype = torch.get_autocast_dtype(device)
-        # As autocast itself does: float64 and integers are left alone.
-        is_cast = [x.is_floating_point() and x.dtype != torch.float64 for x in operands]
-        cast = [x.to(dtype) if c else x for x, c in zip(operands, is_cast, strict=True)]
-        return original(equation, cast, **kwargs)
+        return original(equation, [_cast(x, dtype) for x in operands], **kwargs)
 
-    # torch internals: _VF.einsum, which torch.einsum calls. Autocast casts below the level at which
-    # the operator is recorded, so that a graph without autocast would compute in another dtype.
-    with mock.patch.object(torch._VF, "einsum", einsum, create=True):
-        yield
+    return einsum
+
+
+def _product(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """One or several products of all its tensors."""
+
+    def product(*args: Any, **kwargs: Any) -> Tensor:
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        dtype = _dtype_on(tensors[0])
+        # A number is a factor of each element, which is no product of matrices. With ``out=``
+        # the tensors are what the capture refuses.
+        if dtype is None or not all(x.dim() for x in tensors) or kwargs.get("out") is not None:
+            return original(*args, **kwargs)
+        args, kwargs = tree_map_only(Tensor, lambda x: _cast(x, dtype), (args, kwargs))
+        return original(*args, **kwargs)
+
+    return product
+
+
+def _nll_loss(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def nll_loss(x: Tensor, target: Tensor, weight: Tensor | None = None, *args: Any) -> Tensor:
+        if _dtype_on(x) is not None:  # whatever its dtype, losses are in float32
+            x = _cast(x, torch.float32)
+            weight = None if weight is None else _cast(weight, torch.float32)
+        return original(x, target, weight, *args)
+
+    return nll_loss
 
 
 def _is_product(equation: str, count: int) -> bool:

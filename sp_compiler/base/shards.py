@@ -85,10 +85,15 @@ def without_padding(full: Tensor, placement: Placement, world_size: int) -> Tens
 
 def first_of_each(x: Tensor, dim: int, sizes: Sequence[int], kept: Sequence[int]) -> Tensor:
     """The first ``kept[i]`` elements of the part ``i`` of ``dim``, whose parts have ``sizes``."""
-    parts = [
+    parts = first_pieces(x, dim, sizes, kept)
+    return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
+
+
+def first_pieces(x: Tensor, dim: int, sizes: Sequence[int], kept: Sequence[int]) -> list[Tensor]:
+    """The parts of :func:`first_of_each`, as views."""
+    return [
         part.narrow(dim, 0, count) for part, count in zip(x.split(sizes, dim), kept, strict=True)
     ]
-    return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
 
 
 def _check_equal(first: Tensor, other: Tensor, rank: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from sp_compiler.base.placement import Placement
-from sp_compiler.base.shards import padded, without_padding
+from sp_compiler.base.shards import first_pieces, padded, without_padding
 from sp_compiler.ops.gpu.id_checks import IdChecks
 from sp_compiler.ops.gpu.peer_memory import ranks_read_each_other
 
@@ -247,7 +248,8 @@ class Communicator:
         ranks = torch.where(is_own, parts, torch.zeros((), dtype=x.dtype, device=x.device))
         ranks = ranks.flatten(source.dim, source.dim + 1)
         assert ranks.shape[source.dim] == size * self.world_size
-        return _from_rank_major(ranks, source, self.world_size)
+        # A view would keep the padding in memory.
+        return _from_rank_major(ranks, source, self.world_size).contiguous()
 
     def reduce(self, x: Tensor, op: str) -> Tensor:
         """The "sum" or the "max" over ranks, on every rank."""
@@ -306,12 +308,23 @@ def _apart(target: Placement, world_size: int, x: Tensor) -> Tensor:
 
 
 def _joined(source: Placement, world_size: int, ranks: Tensor) -> Tensor:
-    """Inverse of :func:`_apart`."""
-    if source.dim:
-        ranks = ranks.unflatten(0, (world_size, -1)).movedim(0, source.dim)
-        # Flattening parts of size 1 gives a view, which fused attention would misread.
-        ranks = ranks.flatten(source.dim, source.dim + 1)
-    return _from_rank_major(ranks, source, world_size).contiguous()
+    """Inverse of :func:`_apart`, in one copy: of padding none."""
+    dim = source.dim
+    if not dim and len(source.segments) < 2:
+        return without_padding(ranks, source, world_size)
+    parts = ranks.chunk(world_size)
+    if source.segments:
+        sizes = [size // world_size for size in source.padded_segments(world_size)]
+        # Of each segment what each rank has; a list per segment, joined to one.
+        pieces = zip(
+            *(
+                first_pieces(part, dim, sizes, source.true_parts(rank, world_size))
+                for rank, part in enumerate(parts)
+            ),
+            strict=True,
+        )
+        parts = tuple(itertools.chain.from_iterable(pieces))
+    return torch.cat(parts, dim).contiguous()
 
 
 def _to_rank_major(x: Tensor, placement: Placement, world_size: int) -> Tensor:

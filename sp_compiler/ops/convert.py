@@ -128,16 +128,25 @@ def _type_convert(args: Arguments, world_size: int) -> Sequence[Typing]:
 
 
 def _copied_bytes(args: Arguments, result: Tensor) -> int:
-    """Bytes copied to make each rank's part contiguous on dim 0 for a collective, or back."""
+    """Bytes of the copies that a kernel makes on the way: the parts of all ranks before they are
+    joined or after they are cut, with their padding, or a part before it is copied."""
     source, target = _placements(args)
     conversion = conversion_between(source, target)
     method = "" if conversion is None else conversion.method
-    if method == "all_gather" and (source.dim or len(source.segments) > 1):
-        return bytes_of(result)
+    if method in ("all_gather", "zero_pad_to_partial"):
+        # Rows need no copy: the parts stand one behind the other.
+        is_copied = source.dim if method == "all_gather" else source.padding(args["world_size"])
+        is_copied = is_copied or len(source.segments) > 1
+        return bytes_of(args["x"].meta["val"]) * args["world_size"] if is_copied else 0
+    is_segmented, is_padded = len(target.segments) > 1, bool(target.padding(args["world_size"]))
+    padded_bytes = bytes_of(result) * args["world_size"]
     if method == "reduce_scatter":
-        # One to bring the dim to the front, one to sort the segments by rank.
-        copies = bool(target.dim) + (len(target.segments) > 1)
-        return copies * bytes_of(args["x"].meta["val"])
+        # One to bring the dim to the front, one to sort the segments by rank, one to pad. Each is
+        # made of the one before, which is let go then: two at a time, before there is a result.
+        copies = bool(target.dim) + is_segmented + is_padded
+        return copies * padded_bytes if copies < 2 else 2 * padded_bytes - bytes_of(result)
+    if method == "shard":
+        return padded_bytes if is_padded else is_segmented * bytes_of(result)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -9,6 +10,7 @@ from functools import cache, partial
 from torch.fx import Graph, Node
 
 from sp_compiler.base.autocast import without_autocast
+from sp_compiler.base.pass_report import Pass, PassReport
 from sp_compiler.base.provenance import module_path
 from sp_compiler.base.storage import Storage
 from sp_compiler.cost.fused_kernels import fused_bytes
@@ -94,7 +96,9 @@ def make_plan(compiled: CompiledProgram, options: CompileOptions, model_name: st
         work=replace(work, hidden_us=hidden_us),
         fallbacks=tuple(fallbacks(compiled)),
         costly_fallbacks=costly_fallbacks(compiled),
-        notes=tuple(dict.fromkeys(_notes(compiled))),
+        notes=tuple(
+            dict.fromkeys((*_notes(compiled), *_without_effect(compiled, options, memory)))
+        ),
         passes=tuple(compiled.reports),
         calls=tuple(_calls(compiled, memory, blocks)),
         parameters=_parameters(compiled, sizes),
@@ -296,6 +300,38 @@ def _notes(compiled: CompiledProgram) -> Iterator[str]:
     yield from compiled.notes
     yield from _padding_notes(compiled)
     yield from _output_notes(compiled)
+
+
+def _without_effect(
+    compiled: CompiledProgram, options: CompileOptions, memory: StepMemory
+) -> Iterator[str]:
+    """Yield one line per option that was asked for and changes nothing, with the reason."""
+    # A program without an operator of its own has no regions, and no reports of their passes.
+    reports: dict[str, PassReport] = {}
+    reports |= {name: PassReport(name) for name in (Pass.CHUNK, Pass.ASYNC_TP)}
+    reports |= {report.name: report for report in compiled.reports}
+    chunks = list(reports[Pass.CHUNK].kinds)
+    for_ranks = {"half_batches": options.half_batches is True, "async_tp": options.async_tp}
+    if compiled.world_size == 1:
+        for name in [name for name, is_asked in for_ranks.items() if is_asked]:
+            yield f"{name}=True changes nothing on one rank, which communicates with no other"
+    elif options.async_tp and not reports[Pass.ASYNC_TP].rewrites:
+        declined = Counter(item.reason for item in reports[Pass.ASYNC_TP].declined)
+        no_candidate = "no rows are gathered or scattered in forward that ranks wait for"
+        reason = declined.most_common(1)[0][0] if declined else no_candidate
+        yield f"async_tp=True changes nothing here: {reason}"
+    if options.offload and not memory.host_bytes:
+        yield "offload=True sends nothing to the host: in this budget that would not save time"
+    if options.loss_chunks not in ("auto", 1) and not any(kind[:3] == "in " for kind in chunks):
+        yield (
+            f"loss_chunks={options.loss_chunks} changes nothing here: no loss head was found whose "
+            "logits are wider than what they are computed from, and read by the loss alone"
+        )
+    if options.attention_chunks not in ("auto", 1) and not any("attention" in k for k in chunks):
+        yield (
+            f"attention_chunks={options.attention_chunks} changes nothing here: no attention with "
+            "dropout was found whose scores are at least twice as large as their context"
+        )
 
 
 def _output_notes(compiled: CompiledProgram) -> Iterator[str]:

@@ -264,10 +264,13 @@ class Executor:
         # The weights reduce their gradients without autograd.
         if self._weights is not None or self._leaves_partial:
             return {}
+        # Another program, of other sizes say, may have put off gradients of others than this one
+        # has: what waits since no_sync is reduced with the next gradients, whichever they are.
+        waiting = () if self.deferred.enabled else self.deferred.pending
         # Managed ones are not gathered yet, and FSDP takes their gradients block by block.
         trained = {
             name: parameter
-            for name in self._replicated
+            for name in dict.fromkeys((*self._replicated, *waiting))
             if name not in managed and (parameter := params[name]).requires_grad
         }
         if not trained:

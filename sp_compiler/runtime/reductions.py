@@ -187,6 +187,7 @@ def _reduced(tp: Communicator, grads: Sequence[Tensor | None]) -> list[Tensor | 
         # Norms and biases: dozens of small tensors, whose latencies would add up.
         flat = torch.cat([part if part.dim() == 1 else part.reshape(-1) for _, part in parts])
         total = tp.all_reduce(flat, "P", "I")
+        del flat  # or three buckets would exist beside the gradients, of which plans count two
         # Copies: views would share one version counter and keep the whole bucket alive.
         pieces = torch.ops.aten.split_with_sizes_copy.default(
             total, [part.numel() for _, part in parts]

@@ -54,7 +54,7 @@ class ListSchedule:
 
     def __init__(self, block: Block) -> None:
         self.least_us = least_us(block)
-        self._block = block
+        self._block, self._walked = block, _with_room_to_arrive(block)
         self._first: dict[int, Walked] = {}  # the best of the first walks, by the limit
 
     def quick_us(self, limit_bytes: int) -> float:
@@ -64,24 +64,42 @@ class ListSchedule:
 
     def order(self, limit_bytes: int) -> list[int]:
         """Return what :func:`list_schedule` does."""
-        block = self._block
-        limit_bytes = max(limit_bytes, block.given_bytes)
+        block = self._walked
+        limit_bytes = max(limit_bytes, self._block.given_bytes)
         best = self._best_of_first(limit_bytes)
         enough = block.compute_us > _WORTH_HIDING * block.link_us
         if enough and len(block.tasks) <= _MOST_TASKS:
             bound_us = self.least_us * (1 + _ROUNDING)
             best = _climb(block, limit_bytes, best, bound_us)
             best = _swap(block, limit_bytes, best, bound_us)
-        return _tidy(block, _late_waits(block, best.order, limit_bytes), limit_bytes)
+        order = _late_waits(self._block, best.order, limit_bytes)
+        return _tidy(self._block, order, limit_bytes)
 
     def _best_of_first(self, limit_bytes: int) -> Walked:
         for from_bytes, best in self._first.items():
             if from_bytes == limit_bytes or (from_bytes < limit_bytes and not best.fitting.limits):
                 return best
         bound_us = self.least_us * (1 + _ROUNDING)
-        best = _best_of_first(self._block, limit_bytes, bound_us)
+        best = _best_of_first(self._walked, limit_bytes, bound_us)
         self._first[limit_bytes] = best
         return best
+
+
+def _with_room_to_arrive(block: Block) -> Block:
+    """Return ``block`` with what a wait allocates, such as a copy in another layout, held from the
+    start on: waits then only free memory, at whatever moment a walk meets them."""
+    tasks, storage_bytes = list(block.tasks), list(block.storage_bytes)
+    for start, wait in block.wait_of.items():
+        arrival_bytes = block.run_bytes[wait]
+        if not arrival_bytes:
+            continue
+        held = len(storage_bytes)
+        storage_bytes.append(arrival_bytes)
+        run_bytes = max(tasks[start].run_bytes, block.made_bytes[start] + arrival_bytes)
+        makes, reads = (*tasks[start].makes, held), (*tasks[wait].reads, held)
+        tasks[start] = replace(tasks[start], makes=makes, run_bytes=run_bytes)
+        tasks[wait] = replace(tasks[wait], reads=reads, run_bytes=0)
+    return replace(block, tasks=tuple(tasks), storage_bytes=tuple(storage_bytes))
 
 
 def _best_of_first(block: Block, limit_bytes: int, bound_us: float) -> Walked:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
-from sp_compiler.base.autocast import explicit_einsum
+from sp_compiler.base.autocast import explicit_casts
 from sp_compiler.base.decisions import callers_modes_kept
 from sp_compiler.base.errors import CaptureError, UnsupportedError
 from sp_compiler.base.stored_attributes import Stored
@@ -114,7 +114,7 @@ def export_context(
         stack.enter_context(without_cache(model, asked=use_cache))
         stack.enter_context(_given_causal_hint())
         functions = stack.enter_context(recorded_functions())
-        stack.enter_context(explicit_einsum())
+        stack.enter_context(explicit_casts())
         stack.enter_context(_without_tensor_hooks())
         stack.enter_context(_integers_drawn_by_randint())
         stack.enter_context(_without_torch_warnings())

@@ -23,7 +23,7 @@ FULL, HALF = 8 * 6 * 4, 8 * 6 * 2
         # The parts of each rank are brought together in front, which copies what is sent.
         ("P", "S(1)", (8, 6), FULL),
         ("P", "S(0|4,4)", (8, 6), FULL),
-        ("P", "S(1|2,4)", (8, 6), 2 * FULL),
+        ("P", "S(1|2,4)", (8, 6), 2 * FULL - HALF),
     ],
 )
 def test_a_reduction_copies_what_it_scatters(

@@ -42,6 +42,9 @@ _PRODUCTS: dict[str, Product] = {
     "einsum, sums": lambda x, w: torch.einsum("btd,ef->btf", x, w),
     "einsum, three": lambda x, w: torch.einsum("btd,de,ef->btf", x, w, w),
     "einsum, dots": lambda x, w: torch.einsum("...d,df", x, w),
+    "tensordot": lambda x, w: torch.tensordot(x, w, 1),
+    "inner": lambda x, w: torch.inner(x, w.mT),
+    "multi_dot": lambda x, w: torch.linalg.multi_dot([x.flatten(0, 1), w, w]),
 }
 
 
@@ -79,6 +82,28 @@ def test_as_in_eager(name: str, around: bool, inside: bool | None, tp: int) -> N
         assert actual.dtype == true.dtype
         tolerance = 1e-5 if around and true.dtype == torch.float32 else 2e-2
         torch.testing.assert_close(actual, true, rtol=tolerance, atol=tolerance)
+
+
+class _Classes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(_WIDTH, 8)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(x).flatten(0, 1)
+        loss = nn.functional.nll_loss(logits.log_softmax(-1), labels)
+        return loss + 0.1 * logits.logsumexp(-1).square().mean()
+
+
+def test_a_loss_of_classes_is_in_float32() -> None:
+    torch.manual_seed(0)
+    model, inputs = _Classes(), [torch.randn(2, 3, _WIDTH), torch.arange(6)]
+    with torch.autocast("cpu", torch.bfloat16):
+        true = model(*inputs)
+        compiled = build(model, tuple(inputs), {}, CompileOptions())
+    assert true.dtype == torch.float32
+    (loss,) = simulate_step(compiled, dict(model.named_parameters()), {}, inputs, SEED).outputs
+    torch.testing.assert_close(loss, true)
 
 
 def test_a_backward_under_autocast_casts_no_more_than_forward() -> None:

@@ -1,4 +1,4 @@
-"""Temporary memory of the kernels of vocabularies is what their records say."""
+"""Temporary memory of kernels is what their records say."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.measure import PeakRecorder
 from sp_compiler.ir.fx import arguments
 from sp_compiler.ops.communicator import Communicator
+from sp_compiler.ops.convert import CONVERT
 from sp_compiler.ops.registry import Operator
 from sp_compiler.ops.vocabulary import (
     VOCAB_EMBEDDING,
@@ -25,6 +27,7 @@ from sp_compiler.ops.vocabulary_losses import (
     VOCAB_SMOOTHED_NLL,
     VOCAB_SMOOTHED_NLL_BACKWARD,
 )
+from tests.helpers.fake_group import fake_group
 from tests.helpers.own_operators import node_of
 
 _ROWS, _WIDTH, _CLASSES = 64, 96, 500
@@ -60,3 +63,36 @@ def test_scratch(operator: Operator, tensors: list[Tensor], rest: tuple[Any, ...
     peak = recorder.peak_bytes(excluding=tensors)
     returned = sum(leaf.untyped_storage().nbytes() for leaf in tree_leaves(result))
     assert 0 <= peak - returned - declared <= 64 * _ROWS
+
+
+@pytest.mark.parametrize(
+    ("local", "src", "dst"),
+    [
+        ((8, 12), "S(0)", "R"),
+        ((8, 12), "S(1)", "R"),
+        ((8, 12), "S(1|23)", "I"),
+        ((8, 12), "S(1|16,8)", "R"),
+        ((8, 12), "S(0|12,4)", "R"),
+        ((16, 12), "P", "S(0)"),
+        ((16, 12), "P", "S(1)"),
+        ((16, 12), "P", "S(1|8,4)"),
+        ((15, 12), "P", "S(0|15)"),
+        ((16, 11), "P", "S(1|11)"),
+        ((16, 12), "R", "S(1)"),
+        ((16, 11), "R", "S(1|11)"),
+        ((16, 12), "R", "S(1|8,4)"),
+        ((16, 12), "S(1)", "P"),
+        ((16, 12), "S(1|23)", "P"),
+        ((16, 12), "S(1|16,8)", "P"),
+    ],
+)
+def test_scratch_of_conversions(local: tuple[int, ...], src: str, dst: str) -> None:
+    """Padding and all; but for a few numbers that tell which part is a rank's own."""
+    x = torch.zeros(local)
+    node = node_of(CONVERT, [x], (src, dst, 2))
+    declared = CONVERT.scratch_bytes(arguments(node), node.meta["val"])
+    with fake_group(2), PeakRecorder() as recorder:
+        result = CONVERT.kernel(Communicator(dist.group.WORLD, 0, 2), x, src, dst)
+    peak = recorder.peak_bytes(excluding=[x])
+    assert result.untyped_storage().nbytes() == node.meta["val"].nbytes
+    assert 0 <= peak - declared - node.meta["val"].nbytes <= 32

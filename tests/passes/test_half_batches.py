@@ -25,6 +25,7 @@ from sp_compiler.ir.captured import Captured
 from sp_compiler.options import CompileOptions
 from sp_compiler.passes.half_batches import half_batches, halves_pay
 from sp_compiler.passes.memory import partition as partition_module
+from sp_compiler.passes.memory.budget import BudgetError
 from sp_compiler.passes.normalize import normalize
 from sp_compiler.trace.export import capture
 from tests.helpers.fake_group import fake_group
@@ -238,6 +239,23 @@ def test_what_auto_asks_of_halves(
         return SimpleNamespace(schedule=schedule, activation_peak_bytes=num_bytes)
 
     assert halves_pay(plan(step_us, num_bytes), plan(100.0, 10), budget_bytes) is pays
+
+
+def test_auto_takes_the_halves_where_the_full_batch_does_not_fit() -> None:
+    """And tells the lesser of what the two need."""
+    inputs: Any = ((torch.zeros(4, 6, dtype=torch.int64),), {})
+
+    def planned(halves: Any, budget_bytes: int) -> sp_compiler.Plan:
+        options: dict[str, Any] = {"recompute": "auto", "memory_budget": budget_bytes}
+        return sp_compiler.plan(Model(), inputs, tp=2, half_batches=halves, **options)
+
+    least = {}
+    for halves in (True, False, "auto"):
+        with pytest.raises(BudgetError) as refused:
+            planned(halves, 1)
+        least[halves] = refused.value.least_bytes
+    assert least["auto"] == least[True] < least[False]
+    assert planned("auto", least[True]).activation_peak_bytes <= least[True]
 
 
 def test_pipelines_refuse_half_batches() -> None:

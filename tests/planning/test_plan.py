@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import operator
+import re
 from typing import Any
 
 import pytest
@@ -242,6 +243,24 @@ def test_a_model_without_a_backward_is_noted(
     # Of a frozen model too, whose result does depend on its parameters.
     expected = "nothing that the model returns has a gradient: there is no backward"
     assert notes.count(expected) == count
+
+
+@pytest.mark.parametrize(
+    ("name", "p", "options", "count"),
+    [
+        ("plain", 0.0, {"tp": 1, "half_batches": True, "async_tp": True}, 2),
+        ("plain", 0.0, {"async_tp": True, "loss_chunks": 2, "attention_chunks": 2}, 3),
+        ("lora", 0.0, {"loss_chunks": 2}, 0),
+        ("encoder", 0.1, {"attention_chunks": 2}, 1),
+        ("plain", 0.0, {"recompute": "auto", "memory_budget": "1GiB", "offload": True}, 1),
+    ],
+)
+def test_options_that_change_nothing_are_noted(
+    name: str, p: float, options: dict[str, Any], count: int
+) -> None:
+    notes = _plan(name, p=p, **options).notes
+    expected = r"(changes nothing (here: .{30}|on one rank)|sends nothing to the host)"
+    assert len([note for note in notes if re.search(expected, note)]) == count, notes
 
 
 def test_overlap_hides_a_part_of_the_communication() -> None:

@@ -12,12 +12,17 @@ from torch.utils.checkpoint import checkpoint
 
 from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.base.placement import I, S
+from sp_compiler.compiler import Compilation
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ops.communicator import Communicator
+from sp_compiler.options import CompileOptions
 from sp_compiler.runtime.executor import Executor
-from sp_compiler.runtime.reductions import reduce_gradients
+from sp_compiler.runtime.reductions import DeferredGradients, reduce_gradients
 from sp_compiler.runtime.region_call import RegionRunner
+from sp_compiler.verification.judge import unit_tangent
 from sp_compiler.verification.simulate import gather_check, scatter, simulated_ranks
+from tests.helpers.parity import compiled, make_case
+from tests.models import zoo
 from tests.models.handmade import BlockCode, Model, handmade
 
 
@@ -52,6 +57,32 @@ def test_several_forwards_before_one_backward() -> None:
     first, second = _run(model, x), _run(model, 2 * x)
     actual = _grads([first["loss"] + second["loss"]], model)
     _close(actual, _grads([model(x)["loss"] + model(2 * x)["loss"]], model))
+
+
+def test_what_one_program_put_off_another_reduces() -> None:
+    """Norms: read as R where tokens are sharded, and else in full, as another size may be."""
+    found = make_case(zoo.build("lora", layers=1).requires_grad_(), zoo.inputs("lora"))
+    options = CompileOptions(tp=2, sequence_parallel=False)
+    first = compiled(found, tp=2)
+    placements = first.param_placements
+    other = Compilation(found.program, options, fixed=placements).finish(options)
+    deferred = DeferredGradients()
+    with simulated_ranks(2) as tp:
+        params = {
+            name: scatter(value, placements[name], 2).requires_grad_()
+            for name, value in found.params.items()
+        }
+        inputs = [scatter(value, I, 2) for value in found.inputs]
+        for program in (first, other):
+            deferred.enabled = program is first
+            (loss,) = Executor(program, tp, deferred=deferred).run(params, {}, inputs).outputs
+            loss.backward(unit_tangent(loss))
+        assert not deferred.pending
+        for name, true in found.grads.items():
+            assert true is not None
+            grad = params[name].grad
+            assert grad is not None
+            torch.testing.assert_close(gather_check(grad, placements[name]), 2 * true)
 
 
 @pytest.mark.parametrize("name", ["loss", "last"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import networkx
@@ -50,6 +51,16 @@ def random_block(seed: int, num_nodes: int) -> Block:
             tasks.append(Task(needs=(position,), waits_for=position, reads=tuple(reads)))
         result_of.append(len(tasks) - 1)
     return Block(tuple(tasks), tuple(sizes), frozenset({num_nodes - 1}))
+
+
+def with_scratch_of_waits(block: Block, seed: int) -> Block:
+    """What arrives is copied, as parts that are no rows are."""
+    draw = random.Random(seed)
+    tasks = tuple(
+        each if each.waits_for is None else replace(each, run_bytes=draw.randrange(1, 12))
+        for each in block.tasks
+    )
+    return replace(block, tasks=tasks)
 
 
 def orders(block: Block) -> list[tuple[int, ...]]:
@@ -109,6 +120,16 @@ def test_the_list_schedule_is_close_to_the_exact_one(num_nodes: int, memory: str
         total_us["exact"] += simulate(block, exact.order).time_us
     most = 1.02 if memory == "free" else 1.04
     assert total_us["exact"] <= total_us["list"] <= most * total_us["exact"]
+
+
+def test_what_arrives_may_need_memory_of_its_own() -> None:
+    for seed in range(40):
+        block = with_scratch_of_waits(random_block(seed, 16), seed)
+        least, _ = limits(block)
+        for limit in (least, least + 4, least + 8):
+            order = list_schedule(block, limit)
+            assert is_valid(block, order)
+            assert peak_bytes(block, order) <= limit, seed
 
 
 def test_no_order_is_shorter_than_the_bound() -> None:

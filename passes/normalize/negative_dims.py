@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from sp_compiler.ir.fx import arguments
+from sp_compiler.rules.families.fourier import PRIMITIVES
 from sp_compiler.rules.table import has_rule
 
 _DIM_ARGUMENTS = ("dim", "dim0", "dim1", "dims")
@@ -40,6 +41,8 @@ def make_negative(node: Node) -> None:
     """Rewrite the dimension arguments of one ATen call that has a rule."""
     bound = arguments(node)
     schema = node.target._schema
+    if schema.name in PRIMITIVES:
+        return
     for position, argument in enumerate(schema.arguments):
         value = bound.get(argument.name)
         if argument.name not in _DIM_ARGUMENTS or value is None:

@@ -10,6 +10,7 @@ from sp_compiler.rules.factors import (
     OpRule,
     broadcast,
     numbered,
+    private,
 )
 from sp_compiler.rules.registry import (
     FIRST_OPERAND,
@@ -65,6 +66,25 @@ def pointwise(node: Node) -> OpRule | None:
     operands = tuple(broadcast(shape, dims, results[0]) for shape in shapes)
     linear = _linear_sets(node, len(shapes))
     return OpRule(operands, (dims,), linear=linear, rows="broadcast")
+
+
+_ELEMENT_LOSSES = (
+    "mse_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "binary_cross_entropy",
+)
+
+
+@rule("aten::l1_loss", *(f"aten::{name}" for name in _ELEMENT_LOSSES))
+def _loss_of_elements(node: Node) -> OpRule | None:
+    """Normalization leaves none that is reduced."""
+    return None if arguments(node)["reduction"] else pointwise(node)
+
+
+@rule(*(f"aten::{name}_backward" for name in _ELEMENT_LOSSES))
+def _loss_of_elements_backward(node: Node) -> OpRule | None:
+    return None if arguments(node)["reduction"] else _pointwise_backward(node)
 
 
 def _placed_dim(call: LocalCall) -> int:
@@ -141,6 +161,21 @@ def _pointwise_backward(node: Node) -> OpRule:
         broadcast(shape_of(operand), dims, shape_of(node)) for operand in tensor_operands(node)
     )
     return OpRule(operands, (dims,), linear=FIRST_OPERAND)
+
+
+@rule("aten::log_sigmoid_forward")
+def _log_sigmoid(node: Node) -> OpRule:
+    """Results: the logarithm, and what backward reads of it, which is empty on a GPU."""
+    dims, (shape, buffer) = numbered(shape_of(tensor_operands(node)[0])), result_shapes(node)
+    return OpRule((dims,), (dims, dims if buffer == shape else private(buffer, "empty")))
+
+
+@rule("aten::log_sigmoid_backward")
+def _log_sigmoid_backward(node: Node) -> OpRule:
+    shape, (*_, buffer) = shape_of(node), operand_shapes(node)
+    dims = numbered(shape)
+    own = dims if buffer == shape else private(buffer, "empty")
+    return OpRule((dims, dims, own), (dims,), linear=FIRST_OPERAND)
 
 
 @rule("aten::detach", "aten::alias", "aten::lift_fresh_copy")

@@ -17,6 +17,7 @@ from tests.helpers.op_samples import (
     attention,
     elementwise,
     experts,
+    fourier,
     indexing,
     norms,
     products,
@@ -26,7 +27,7 @@ from tests.helpers.op_samples.draw import Draw, Sample, Shape
 from tests.helpers.operator_call import Call
 
 aten = torch.ops.aten
-_FAMILIES = (elementwise, products, norms, views, indexing, attention, experts)
+_FAMILIES = (elementwise, products, norms, views, indexing, attention, experts, fourier)
 _SPECIAL: dict[str, Sample] = {
     name: sample for family in _FAMILIES for name, sample in family.SAMPLES.items()
 }

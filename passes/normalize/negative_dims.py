@@ -25,6 +25,8 @@ _OF_RESULT = (
     torch.ops.aten.cat.default,
     torch.ops.aten.select_backward.default,
 )
+# The primitive transforms take no others; the operands of the last are broadcast first.
+_AS_GIVEN = {*PRIMITIVES, "aten::cosine_similarity"}
 
 
 def make_dims_negative(graph: Graph) -> None:
@@ -41,7 +43,7 @@ def make_negative(node: Node) -> None:
     """Rewrite the dimension arguments of one ATen call that has a rule."""
     bound = arguments(node)
     schema = node.target._schema
-    if schema.name in PRIMITIVES:
+    if schema.name in _AS_GIVEN:
         return
     for position, argument in enumerate(schema.arguments):
         value = bound.get(argument.name)

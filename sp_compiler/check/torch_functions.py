@@ -27,7 +27,7 @@ UNKNOWN_LINEAR = frozenset(
     | {"aten::triu", "aten::index_put", "aten::_unsafe_index_put", "aten::numpy_T"}
     | {"aten::_unsafe_view", "aten::alias", "aten::lift_fresh_copy", "aten::slice"}
     | {"aten::gather", "aten::scatter", "aten::scatter_add", "aten::view_as_complex"}
-    | {"aten::view_as_real", "aten::index_add", "aten::index_select"}
+    | {"aten::view_as_real", "aten::index_add", "aten::index_select", "aten::copy"}
 ) | {*TRANSFORMS, *PRIMITIVES}
 """Linear operators that ``spmd_types`` does not know to be linear: it refuses partial sums."""
 

@@ -6,9 +6,11 @@ import torch
 from torch.fx import Node
 
 from sp_compiler.ir.fx import arguments, tensor_operands
+from sp_compiler.ir.symbolic import is_open
 from sp_compiler.rules.factors import (
     Dims,
     OpRule,
+    Rows,
     broadcast,
     named,
     numbered,
@@ -181,12 +183,23 @@ def _cat(node: Node) -> OpRule:
 @rule("aten::constant_pad_nd", "aten::pad")
 def _pad(node: Node) -> OpRule:
     """Padding one side and cropping the other keeps the size but moves the elements."""
-    (shape,) = operand_shapes(node)
-    pairs = len(arguments(node)["pad"]) // 2
-    dims = numbered(shape, blocked=range(len(shape) - pairs, len(shape)))
+    (shape,), args = operand_shapes(node), arguments(node)
+    # Of the last dims, backwards.
+    numbers = args["pad"]
+    pairs = [numbers[index : index + 2] for index in range(0, len(numbers), 2)]
+    is_constant = args.get("mode", "constant") == "constant"
+    # Those of what is not padded are often there as zeros; other modes want them for their dims.
+    moved = [
+        len(shape) - 1 - index
+        for index, pair in enumerate(pairs)
+        if not is_constant or any(is_open(number) or number != 0 for number in pair)
+    ]
+    dims = numbered(shape, blocked=moved)
     # Padding of another number than 0 would be added once by each rank.
-    linear = () if arguments(node).get("value") else ((0,),)
-    return OpRule((dims,), (dims,), linear=linear)
+    linear = () if args.get("value") else ((0,),)
+    # Flattened to rows, dims would be fewer than the pairs.
+    rows: Rows = "leading" if len(moved) == len(pairs) else "fixed"
+    return OpRule((dims,), (dims,), linear=linear, rows=rows)
 
 
 @rule("aten::tril", "aten::triu")

@@ -28,6 +28,11 @@ def _uniform(draw: Draw) -> Args:
     return [torch.tensor(7), list(draw.shape()), torch.float64, 5, 0, 1]
 
 
+def _complex_numbers(draw: Draw) -> Args:
+    shape = draw.shape()
+    return [torch.complex(draw.numbers(*shape), draw.numbers(*shape))]
+
+
 def _log_sigmoid_backward(draw: Draw) -> Args:
     x = draw.numbers(*draw.shape())
     return [draw.numbers(*x.shape), x, aten.log_sigmoid_forward(x)[1]]
@@ -79,6 +84,7 @@ def _autograd_function(draw: Draw) -> Args:
 
 SAMPLES: dict[str, Sample] = {
     "aten.masked_fill.Tensor": _masked_fill,
+    "aten::_conj": _complex_numbers,
     **_loss_samples(),
     "aten::log_sigmoid_backward": _log_sigmoid_backward,
     "sp_compiler_function::apply": _autograd_function,

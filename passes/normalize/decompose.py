@@ -16,8 +16,10 @@ from sp_compiler.ir.symbolic import same_shape
 from sp_compiler.passes.normalize.cells import bilinear, gru_cell
 from sp_compiler.passes.normalize.einsum import contract
 from sp_compiler.passes.normalize.losses import (
+    binary_cross_entropy_with_logits,
     cross_entropy,
     kl_div,
+    loss_of_elements,
     multilabel_margin_loss,
     nll_loss,
     picked_log_probabilities,
@@ -45,7 +47,8 @@ def canonical_operators(graph: Graph) -> None:
     - recurrent layers with dropout between them -> one operator per layer
     - ``gru_cell`` -> two projections and their gates; ``bilinear`` -> a product, sums of its rows
     - ``nll_loss`` of ``log_softmax(x)`` -> ``cross_entropy`` of ``x``; ``kl_div`` -> elementwise
-    - ``multilabel_margin_loss`` -> its definition
+    - ``multilabel_margin_loss``, ``binary_cross_entropy_with_logits`` -> their definitions
+    - ``mse_loss`` and other means or sums of losses of elements -> the losses, then mean or sum
     - ``log_softmax(x).gather(-1, y)`` of a label per row -> ``-cross_entropy(x, y)``
     - ``_weight_norm(v, g)`` -> ``v * (g / norm(v))``
     - ``x[..., i::n]`` of a dim that n divides -> ``select`` from its last n elements side by side
@@ -327,6 +330,11 @@ _REWRITES: dict[object, Callable[[Node], None]] = {
     _aten.gather.default: picked_log_probabilities,
     _aten.kl_div.default: kl_div,
     _aten.multilabel_margin_loss.default: multilabel_margin_loss,
+    _aten.binary_cross_entropy_with_logits.default: binary_cross_entropy_with_logits,
+    **{
+        getattr(_aten, name).default: loss_of_elements
+        for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy")
+    },
     _aten.type_as.default: _type_as,
     _aten.broadcast_to.default: _broadcast_to,
     _aten.broadcast_tensors.default: _broadcast_tensors,

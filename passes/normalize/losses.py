@@ -1,4 +1,4 @@
-"""Losses over classes as operators that can be sharded by class."""
+"""Losses as operators that can be sharded, by class or by element."""
 
 from __future__ import annotations
 
@@ -131,9 +131,47 @@ def kl_div(node: Node) -> None:
         entropy = _call(node, _aten.xlogy.Tensor, target, target)
         crossed = _call(node, _aten.mul.Tensor, target, x)
         losses = _call(node, _aten.sub.Tensor, entropy, crossed)
-    if args["reduction"] == _MEAN:
+    _reduce(node, losses)
+
+
+def loss_of_elements(node: Node) -> None:
+    """Rewrite a mean or a sum of losses of elements to the losses, and their mean or sum.
+
+    Each rank has the losses of its part, where the loss itself would need the whole tensors.
+    """
+    args = arguments(node)
+    if args["reduction"] == _NONE:
+        return
+    names = [argument.name for argument in node.target._schema.arguments]
+    each = [_NONE if name == "reduction" else args[name] for name in names]
+    _reduce(node, _call(node, node.target, *each))
+
+
+def binary_cross_entropy_with_logits(node: Node) -> None:
+    """``(1 - t) * x - log_sigmoid(x)``, whose last term counts ``pos_weight`` times where
+    ``t`` is 1."""
+    args = arguments(node)
+    x, target = args["self"], args["target"]
+    rest = _call(node, _aten.add.Tensor, _call(node, _aten.neg.default, target), 1)
+    losses = _call(node, _aten.mul.Tensor, rest, x)
+    logarithm = _call(node, _aten.log_sigmoid.default, x)
+    if args["pos_weight"] is not None:
+        more = _call(node, _aten.sub.Tensor, args["pos_weight"], 1)
+        factor = _call(node, _aten.mul.Tensor, more, target)
+        factor = _call(node, _aten.add.Tensor, factor, 1)
+        logarithm = _call(node, _aten.mul.Tensor, factor, logarithm)
+    losses = _call(node, _aten.sub.Tensor, losses, logarithm)
+    if args["weight"] is not None:
+        losses = _call(node, _aten.mul.Tensor, losses, args["weight"])
+    _reduce(node, losses)
+
+
+def _reduce(node: Node, losses: Node) -> None:
+    """Put ``losses`` of elements, or what the reduction of ``node`` makes of them, in its place."""
+    reduction = arguments(node)["reduction"]
+    if reduction == _MEAN:
         losses = _call(node, _aten.mean.default, losses)
-    elif args["reduction"] == _SUM:
+    elif reduction == _SUM:
         losses = _call(node, _aten.sum.default, losses)
     replace_with(node, losses)
 

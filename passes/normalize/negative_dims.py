@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from sp_compiler.ir.fx import arguments
+from sp_compiler.rules.families.fourier import PRIMITIVES
 from sp_compiler.rules.table import has_rule
 
 _DIM_ARGUMENTS = ("dim", "dim0", "dim1", "dims")
@@ -24,6 +25,8 @@ _OF_RESULT = (
     torch.ops.aten.cat.default,
     torch.ops.aten.select_backward.default,
 )
+# The primitive transforms take no others; the operands of the last are broadcast first.
+_AS_GIVEN = {*PRIMITIVES, "aten::cosine_similarity"}
 
 
 def make_dims_negative(graph: Graph) -> None:
@@ -40,6 +43,8 @@ def make_negative(node: Node) -> None:
     """Rewrite the dimension arguments of one ATen call that has a rule."""
     bound = arguments(node)
     schema = node.target._schema
+    if schema.name in _AS_GIVEN:
+        return
     for position, argument in enumerate(schema.arguments):
         value = bound.get(argument.name)
         if argument.name not in _DIM_ARGUMENTS or value is None:

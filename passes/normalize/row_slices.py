@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from sp_compiler.base.pass_report import Pass
 from sp_compiler.ir.fx import arguments, calls, is_call, shape_of
 from sp_compiler.ir.rewriting import insert_call, replace_with
-from sp_compiler.ir.symbolic import example_number
+from sp_compiler.ir.symbolic import example_number, same_shape
 
 _aten = torch.ops.aten
 
@@ -59,7 +59,8 @@ def _is_elementwise(node: Node) -> bool:
         return False
     pointwise = torch.Tag.pointwise in node.target.tags or is_call(node, _aten._to_copy.default)
     rest = [operand for operand in node.all_input_nodes if operand is not node.args[0]]
-    same = shape_of(node.args[0]) == shape_of(node)
+    # Without recording: other sizes may differ where those of the example are equal by chance.
+    same = same_shape(shape_of(node.args[0]), shape_of(node))
     return pointwise and same and all(len(shape_of(operand)) < 2 for operand in rest)
 
 

@@ -22,10 +22,12 @@ from sp_compiler.check.shapes import (
     global_shape,
     local_shapes,
 )
+from sp_compiler.check.torch_functions import RESHAPES
 from sp_compiler.ir.fx import arguments, tensor_operands
 from sp_compiler.ir.op_traits import FILLED, draws, writes
 from sp_compiler.ir.rewriting import make_call
 from sp_compiler.ops.registry import operator_of
+from sp_compiler.rules.factors import OpRule, reshaped
 from sp_compiler.rules.strategies import Offers, Strategy, strategies
 from sp_compiler.rules.table import rule_for
 
@@ -219,7 +221,28 @@ def _offered(shadow: Node, operands: Sequence[Placement], world_size: int) -> li
     offered = strategies(rule, len(rule.operands), len(rule.results), offers)
     # The other lowerings are other operators by now, with types of their own.
     offered = [strategy for strategy in offered if strategy.lowering == "itself"]
-    return [*offered, *_concatenated(shadow, world_size)]
+    cut_again = _reshaped_segments(shadow, operands, offers)
+    return [*offered, *_concatenated(shadow, world_size), *cut_again]
+
+
+def _reshaped_segments(
+    shadow: Node, operands: Sequence[Placement], offers: Offers
+) -> list[Strategy]:
+    """A reshape of a dim in equal segments, which are rows of an outer factor::
+
+        (b h s, d) S(0|hs,hs) -> (b h, s, d) S(0|h,h)    for b = 2
+
+    The rule takes ``b h`` for one factor where neither shape has ``b`` alone.
+    """
+    if shadow.target not in RESHAPES or len(set(operands[0].segments)) != 1:
+        return []
+    (operand,), result = tensor_operands(shadow), tuple(shadow.meta["val"].shape)
+    shape, dim, count = operand.meta["val"].shape, operands[0].dim, len(operands[0].segments)
+    finer = (*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :])
+    source, target = reshaped(finer, result)
+    joined = (*source[:dim], (*source[dim], *source[dim + 1]), *source[dim + 2 :])
+    rule = OpRule((joined,), (target,), rows="relabel")
+    return strategies(rule, 1, 1, replace(offers, segmentations=lambda factor: []))
 
 
 def _concatenated(shadow: Node, world_size: int) -> list[Strategy]:

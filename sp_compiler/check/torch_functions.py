@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 from sp_compiler.base.placement import Placement
 from sp_compiler.ir.fx import arguments
 from sp_compiler.ir.reshapes import matching_spans
+from sp_compiler.rules.families.fourier import PRIMITIVES, TRANSFORMS
 
 aten = torch.ops.aten
 Function = Callable[..., Any]
@@ -26,8 +27,9 @@ UNKNOWN_LINEAR = frozenset(
     | {"aten::triu", "aten::index_put", "aten::_unsafe_index_put", "aten::numpy_T"}
     | {"aten::_unsafe_view", "aten::alias", "aten::lift_fresh_copy", "aten::slice"}
     | {"aten::gather", "aten::scatter", "aten::scatter_add", "aten::view_as_complex"}
-    | {"aten::view_as_real"}
-)
+    | {"aten::view_as_real", "aten::index_add", "aten::index_select", "aten::copy"}
+    | {"aten::_conj", "aten::complex"}
+) | {*TRANSFORMS, *PRIMITIVES}
 """Linear operators that ``spmd_types`` does not know to be linear: it refuses partial sums."""
 
 

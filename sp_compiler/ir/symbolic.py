@@ -125,7 +125,9 @@ class Sizes:
         if self._guards is None or self._guards[0] != len(guards):
             text = " and ".join(f"({_TEXT.doprint(guard.expr)})" for guard in guards) or "True"
             names = ", ".join(str(size.symbol) for size in self.open)
-            self._guards = len(guards), eval(f"lambda {names}: {text}", {"math": math})
+            # Divided by a number of floating point, a size prints as a call of torch.
+            given = {"math": math, "torch": torch}
+            self._guards = len(guards), eval(f"lambda {names}: {text}", given)
         return bool(self._guards[1](*actual))
 
     def _failed_guard(self, binding: Mapping[sympy.Symbol, int]) -> str:

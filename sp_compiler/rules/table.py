@@ -17,6 +17,7 @@ from sp_compiler.rules.families import (  # noqa: F401 - they register their row
     attention,
     elementwise,
     experts,
+    fourier,
     indexing,
     norms,
     products,

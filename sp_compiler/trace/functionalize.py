@@ -9,7 +9,7 @@ subgraphs and to replace the few composite operators that may return a view of t
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch._export.utils import _get_decomp_for_cia, _is_cia_op, _is_preservable
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
@@ -31,6 +32,7 @@ from sp_compiler.ir.rewriting import fake_mode_of, inherit, make_call
 _aten = torch.ops.aten
 _SET_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
 _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
+_STATE = "sp_compiler_state."
 # They update running statistics, which their schemas do not say.
 _NORMS = (_aten.batch_norm.default, _aten.instance_norm.default)
 
@@ -48,10 +50,34 @@ def functionalize(exported: ExportedProgram) -> ExportedProgram:
     if torch._C._is_any_autocast_enabled() or not all(map(_is_simple, _nodes(module))):
         # A norm that is kept as one operator would write unseen.
         writing = {x.target for x in _nodes(module) if _updates_statistics(x)}
-        return exported.run_decompositions({x: _get_decomp_for_cia(x) for x in writing})
+        return _decomposed(exported, {x: _get_decomp_for_cia(x) for x in writing})
     _inline(module)
     _decompose_views(module.graph)
     return exported
+
+
+def _decomposed(exported: ExportedProgram, table: dict[Any, Any]) -> ExportedProgram:
+    """Run the decompositions of ``table``, with the model's state under names of our own meanwhile.
+
+    They make it attributes of a ``GraphModule``, which has some itself, such as ``code``.
+    """
+    _rename_state(exported, _STATE.__add__)
+    exported = exported.run_decompositions(table)
+    _rename_state(exported, lambda name: name.removeprefix(_STATE))
+    return exported
+
+
+def _rename_state(exported: ExportedProgram, rename: Callable[[str], str]) -> None:
+    """Rename parameters, buffers and constants, in place."""
+    signature = exported.graph_signature
+    for spec in (*signature.input_specs, *signature.output_specs):
+        # What is written into an input has the name of the input, which stays.
+        if spec.target is not None and spec.kind is not OutputKind.USER_INPUT_MUTATION:
+            spec.target = rename(spec.target)
+    for values in (exported.state_dict, exported.constants):
+        items = [(rename(name), value) for name, value in values.items()]
+        values.clear()
+        values.update(items)
 
 
 def _nodes(module: GraphModule) -> Iterator[Node]:

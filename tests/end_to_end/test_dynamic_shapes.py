@@ -270,3 +270,34 @@ def test_a_mean_over_two_dims_of_one_size() -> None:
     model = _MeanOfScores().double()
     program = open_program(model, {"x": tokens(*EXAMPLE)}, tp=2)
     assert_right(program, model, {"x": tokens(3, 18)})
+
+
+class _Part(nn.Module):
+    """All but the last of turned activations, or three quarters of the tokens."""
+
+    def __init__(self, share: float | None = None) -> None:
+        super().__init__()
+        self.share, self.up = share, nn.Linear(16, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x).relu()
+        if self.share is None:
+            return y.transpose(1, 2)[:, :-1].square().sum()
+        return y[:, : int(self.share * x.shape[1])].square().sum()
+
+
+def test_sizes_that_are_those_of_others_by_chance() -> None:
+    """Of the example, 12 tokens are as many as there are features."""
+    torch.manual_seed(0)
+    model = _Part().double()
+    program = open_program(model, {"x": tokens(*EXAMPLE)}, tp=2)
+    assert_right(program, model, {"x": tokens(3, 18)})
+
+
+def test_a_part_of_a_size_that_is_no_whole_number() -> None:
+    """Nine tokens of 12, or of 13."""
+    torch.manual_seed(0)
+    model = _Part(0.75).double()
+    program = open_program(model, {"x": tokens(*EXAMPLE)}, tp=2)
+    assert_right(program, model, {"x": tokens(3, 13)})
+    assert "TruncToInt(0.75" in (reason(program, {"x": tokens(3, 18)}) or "")

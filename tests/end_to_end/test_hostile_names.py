@@ -86,3 +86,27 @@ def test_nothing_runs_and_nothing_breaks(
     program = parity.assert_parity(case, tp=2, recompute="selective")
     assert not list(tmp_path.iterdir())
     compile(program.code.encode(), "generated", "exec")  # as a file, too
+
+
+class Written(nn.Module):
+    """Parameters, a module and a buffer with names of a graph's own attributes; it writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code = nn.Parameter(torch.ones(8, dtype=F64))
+        self.graph = nn.Linear(8, 8, dtype=F64)
+        self.register_buffer("meta", torch.ones(8, dtype=F64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.graph(x) * self.code
+        y += self.meta
+        self.meta.mul_(2)
+        return y.square().mean()
+
+
+def test_names_of_a_graphs_own_attributes() -> None:
+    """A model that writes in place is traced again, as a module with these attributes."""
+    case = parity.make_case(Written(), {"x": torch.randn(4, 8, dtype=F64)})
+    program = parity.assert_parity(case, tp=2)
+    assert {"code", "graph.weight"} <= program.param_placements.keys()
+    assert program.program.mutated_buffers.keys() == {"meta"}

@@ -10,6 +10,7 @@ from sp_compiler.rules.factors import (
     OpRule,
     broadcast,
     numbered,
+    private,
 )
 from sp_compiler.rules.registry import (
     FIRST_OPERAND,
@@ -45,6 +46,10 @@ def _linear_sets(node: Node, count: int) -> tuple[tuple[int, ...], ...]:
         return ((0,),)
     if name == "where" and count == 3:
         return ((1, 2),)
+    if name in ("_conj", "complex"):
+        return (tuple(range(count)),)
+    if name == "copy":  # what is written over does not matter
+        return ((1,),) if node.meta["val"].dtype.is_floating_point else ()
     if name in _UNARY_LINEAR:
         # A cast to integers cuts off: the sum of such parts is another number.
         values = tensor_operands(node)[0].meta["val"], node.meta["val"]
@@ -55,7 +60,8 @@ def _linear_sets(node: Node, count: int) -> tuple[tuple[int, ...], ...]:
 # Those without PyTorch's tag, which serves all others.
 @rule(
     *("aten::clone", "aten::contiguous", "aten::_to_copy", "aten::to", "aten::where"),
-    *("aten::native_dropout_backward", "aten::log_sigmoid", "aten::floor_divide"),
+    *("aten::native_dropout_backward", "aten::log_sigmoid", "aten::floor_divide", "aten::copy"),
+    *("aten::_conj", "aten::complex"),
 )
 def pointwise(node: Node) -> OpRule | None:
     shapes, results = operand_shapes(node), result_shapes(node)
@@ -65,6 +71,25 @@ def pointwise(node: Node) -> OpRule | None:
     operands = tuple(broadcast(shape, dims, results[0]) for shape in shapes)
     linear = _linear_sets(node, len(shapes))
     return OpRule(operands, (dims,), linear=linear, rows="broadcast")
+
+
+_ELEMENT_LOSSES = (
+    "mse_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "binary_cross_entropy",
+)
+
+
+@rule("aten::l1_loss", *(f"aten::{name}" for name in _ELEMENT_LOSSES))
+def _loss_of_elements(node: Node) -> OpRule | None:
+    """Normalization leaves none that is reduced."""
+    return None if arguments(node)["reduction"] else pointwise(node)
+
+
+@rule(*(f"aten::{name}_backward" for name in _ELEMENT_LOSSES))
+def _loss_of_elements_backward(node: Node) -> OpRule | None:
+    return None if arguments(node)["reduction"] else _pointwise_backward(node)
 
 
 def _placed_dim(call: LocalCall) -> int:
@@ -141,6 +166,21 @@ def _pointwise_backward(node: Node) -> OpRule:
         broadcast(shape_of(operand), dims, shape_of(node)) for operand in tensor_operands(node)
     )
     return OpRule(operands, (dims,), linear=FIRST_OPERAND)
+
+
+@rule("aten::log_sigmoid_forward")
+def _log_sigmoid(node: Node) -> OpRule:
+    """Results: the logarithm, and what backward reads of it, which is empty on a GPU."""
+    dims, (shape, buffer) = numbered(shape_of(tensor_operands(node)[0])), result_shapes(node)
+    return OpRule((dims,), (dims, dims if buffer == shape else private(buffer, "empty")))
+
+
+@rule("aten::log_sigmoid_backward")
+def _log_sigmoid_backward(node: Node) -> OpRule:
+    shape, (*_, buffer) = shape_of(node), operand_shapes(node)
+    dims = numbered(shape)
+    own = dims if buffer == shape else private(buffer, "empty")
+    return OpRule((dims, dims, own), (dims,), linear=FIRST_OPERAND)
 
 
 @rule("aten::detach", "aten::alias", "aten::lift_fresh_copy")

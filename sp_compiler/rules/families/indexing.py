@@ -6,9 +6,11 @@ import torch
 from torch.fx import Node
 
 from sp_compiler.ir.fx import arguments, tensor_operands
+from sp_compiler.ir.symbolic import is_open
 from sp_compiler.rules.factors import (
     Dims,
     OpRule,
+    Rows,
     broadcast,
     named,
     numbered,
@@ -48,9 +50,7 @@ def _embedding_backward(node: Node) -> OpRule:
     return OpRule(((*dims, *hidden), dims), (table,), contracted=tokens, linear=FIRST_OPERAND)
 
 
-@rule(
-    "aten::slice", "aten::select", "aten::index_select", "aten::narrow", "aten::flip", "aten::roll"
-)
+@rule("aten::slice", "aten::select", "aten::narrow", "aten::flip", "aten::roll")
 def _slice(node: Node) -> OpRule | None:
     shapes, results = operand_shapes(node), result_shapes(node)
     shape, result, args = shapes[0], results[0], arguments(node)
@@ -89,6 +89,38 @@ def _put(node: Node) -> OpRule:
     dims = numbered(shape, blocked=(dim,))
     own = private(part[dim : dim + 1], "p") if len(part) == len(shape) else ()
     return OpRule((dims, (*dims[:dim], *own, *dims[dim + 1 :])), (dims,), linear=((0, 1),))
+
+
+@rule("aten::index_select")
+def _index_select(node: Node) -> OpRule:
+    """Rows of one dim by their numbers; every other dim may be sharded."""
+    shape, index = operand_shapes(node)
+    dim = positive_dim(arguments(node)["dim"], len(shape))
+    dims, numbers = numbered(shape, blocked=(dim,) if shape else ()), private(index, "i")
+    # A number is picked from as if it were a vector of one.
+    result = (*dims[:dim], *(numbers or ((),)), *dims[dim + 1 :]) if shape else ()
+    return OpRule((dims, numbers), (result,), linear=FIRST_OPERAND, rows="fixed")
+
+
+@rule("aten::index_add")
+def _index_add(node: Node) -> OpRule:
+    """Jointly linear in the tensor and the rows that are added to some of its own."""
+    shape, index, source = operand_shapes(node)
+    dim = positive_dim(arguments(node)["dim"], len(shape))
+    dims, numbers = numbered(shape, blocked=(dim,) if shape else ()), private(index, "i")
+    if len(source) < len(shape) or not shape:
+        return OpRule((private(shape, "d"), numbers, private(source, "s")), (private(shape, "d"),))
+    added = (*dims[:dim], *private(source[dim : dim + 1], "s"), *dims[dim + 1 :])
+    return OpRule((dims, numbers, added), (dims,), linear=((0, 2),), rows="fixed")
+
+
+@rule("aten::one_hot")
+def _one_hot(node: Node) -> OpRule | None:
+    if arguments(node)["num_classes"] == -1:
+        return None  # as many as the largest number says, which a part may not have
+    shape = shape_of(node)
+    dims = numbered(shape, blocked=(len(shape) - 1,))
+    return OpRule((dims[:-1],), (dims,))
 
 
 @rule("aten::gather")
@@ -151,12 +183,23 @@ def _cat(node: Node) -> OpRule:
 @rule("aten::constant_pad_nd", "aten::pad")
 def _pad(node: Node) -> OpRule:
     """Padding one side and cropping the other keeps the size but moves the elements."""
-    (shape,) = operand_shapes(node)
-    pairs = len(arguments(node)["pad"]) // 2
-    dims = numbered(shape, blocked=range(len(shape) - pairs, len(shape)))
+    (shape,), args = operand_shapes(node), arguments(node)
+    # Of the last dims, backwards.
+    numbers = args["pad"]
+    pairs = [numbers[index : index + 2] for index in range(0, len(numbers), 2)]
+    is_constant = args.get("mode", "constant") == "constant"
+    # Those of what is not padded are often there as zeros; other modes want them for their dims.
+    moved = [
+        len(shape) - 1 - index
+        for index, pair in enumerate(pairs)
+        if not is_constant or any(is_open(number) or number != 0 for number in pair)
+    ]
+    dims = numbered(shape, blocked=moved)
     # Padding of another number than 0 would be added once by each rank.
-    linear = () if arguments(node).get("value") else ((0,),)
-    return OpRule((dims,), (dims,), linear=linear)
+    linear = () if args.get("value") else ((0,),)
+    # Flattened to rows, dims would be fewer than the pairs.
+    rows: Rows = "leading" if len(moved) == len(pairs) else "fixed"
+    return OpRule((dims,), (dims,), linear=linear, rows=rows)
 
 
 @rule("aten::tril", "aten::triu")

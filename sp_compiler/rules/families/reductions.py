@@ -9,6 +9,7 @@ from sp_compiler.ir.fx import arguments
 from sp_compiler.rules.factors import (
     Dims,
     OpRule,
+    broadcast,
     numbered,
 )
 from sp_compiler.rules.families.elementwise import pointwise
@@ -34,7 +35,8 @@ def _extreme(node: Node) -> OpRule | None:
 
 
 @rule(
-    "aten::sum", "aten::mean", "aten::amax", "aten::amin", "aten::linalg_vector_norm", "aten::var"
+    *("aten::sum", "aten::mean", "aten::amax", "aten::amin", "aten::argmax", "aten::argmin"),
+    *("aten::any", "aten::all", "aten::linalg_vector_norm", "aten::var"),
 )
 def _reduction(node: Node) -> OpRule | None:
     (shape,), results = operand_shapes(node), result_shapes(node)
@@ -66,3 +68,14 @@ def _reduction(node: Node) -> OpRule | None:
         averaged=gone if may_sum else (),
         linear=FIRST_OPERAND if is_sum or is_mean else (),
     )
+
+
+@rule("aten::cosine_similarity")
+def _cosine_similarity(node: Node) -> OpRule | None:
+    """Of rows along one dim; its parts are divided by norms of all of it."""
+    shapes = operand_shapes(node)
+    whole = tuple(torch.broadcast_shapes(*shapes))
+    dim = positive_dim(arguments(node)["dim"], len(whole))
+    dims = numbered(whole, blocked=(dim,) if whole else ())
+    operands = tuple(broadcast(shape, dims, whole) for shape in shapes)
+    return OpRule(operands, ((*dims[:dim], *dims[dim + 1 :]),), rows="fixed")

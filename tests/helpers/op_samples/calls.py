@@ -17,6 +17,7 @@ from tests.helpers.op_samples import (
     attention,
     elementwise,
     experts,
+    fourier,
     indexing,
     norms,
     products,
@@ -26,7 +27,7 @@ from tests.helpers.op_samples.draw import Draw, Sample, Shape
 from tests.helpers.operator_call import Call
 
 aten = torch.ops.aten
-_FAMILIES = (elementwise, products, norms, views, indexing, attention, experts)
+_FAMILIES = (elementwise, products, norms, views, indexing, attention, experts, fourier)
 _SPECIAL: dict[str, Sample] = {
     name: sample for family in _FAMILIES for name, sample in family.SAMPLES.items()
 }
@@ -53,7 +54,7 @@ _EXCLUDED = {
     aten.to.prim_Device, aten.to.prim_dtype, aten.to.prim_other, aten.numpy_T.a,
     aten.index.list_Tensor, aten.index.Tensor_hacked_twin, aten.index_put.hacked_twin,
     aten._unsafe_index_put.hacked_twin, aten.where.default, aten.equal.default,
-    aten.narrow.Tensor, aten.rrelu.default,
+    aten.narrow.Tensor, aten.rrelu.default, aten.copy.Dict_Tensor,
     # a product of 16-bit factors in 32 bits, on GPUs alone
     aten.mm.dtype, aten.bmm.dtype, aten.baddbmm.dtype, aten.addmm.dtype,
     aten._scaled_dot_product_flash_attention.quantized,

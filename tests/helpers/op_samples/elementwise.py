@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -25,6 +26,37 @@ def _dropout(draw: Draw) -> Args:
 
 def _uniform(draw: Draw) -> Args:
     return [torch.tensor(7), list(draw.shape()), torch.float64, 5, 0, 1]
+
+
+def _complex_numbers(draw: Draw) -> Args:
+    shape = draw.shape()
+    return [torch.complex(draw.numbers(*shape), draw.numbers(*shape))]
+
+
+def _log_sigmoid_backward(draw: Draw) -> Args:
+    x = draw.numbers(*draw.shape())
+    return [draw.numbers(*x.shape), x, aten.log_sigmoid_forward(x)[1]]
+
+
+def _loss(draw: Draw, name: str, backward: bool = False) -> Args:
+    """Of probabilities; not reduced most of the time."""
+    shape = draw.shape()
+    x, y = (draw.numbers(*shape).sigmoid() for _ in range(2))
+    args = [x, y, *([None] if name == "binary_cross_entropy" else [])]
+    reduction = draw.one_of(0, 0, 1)
+    grad = [draw.numbers(*(() if reduction else shape))] if backward else []
+    extra = [0.3] if backward and name in ("smooth_l1_loss", "huber_loss") else []
+    return [*grad, *args, reduction, *extra]
+
+
+def _loss_samples() -> dict[str, Sample]:
+    names = ("l1_loss", "mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy")
+    forward = {f"aten::{name}": functools.partial(_loss, name=name) for name in names}
+    backward = {
+        f"aten::{name}_backward": functools.partial(_loss, name=name, backward=True)
+        for name in names
+    }
+    return {**forward, **backward}
 
 
 class _Turned(torch.autograd.Function):
@@ -52,6 +84,9 @@ def _autograd_function(draw: Draw) -> Args:
 
 SAMPLES: dict[str, Sample] = {
     "aten.masked_fill.Tensor": _masked_fill,
+    "aten::_conj": _complex_numbers,
+    **_loss_samples(),
+    "aten::log_sigmoid_backward": _log_sigmoid_backward,
     "sp_compiler_function::apply": _autograd_function,
     "sp_compiler::dropout": _dropout,
     "sp_compiler::dropout_mask": _dropout,

@@ -173,6 +173,25 @@ def _scatter_reduce(draw: Draw, value: bool = False) -> Args:
     return [*(_scatter_value if value else _scatter)(draw), {"reduce": "multiply"}]
 
 
+def _index_select(draw: Draw) -> Args:
+    shape = draw.shape()
+    dim = draw.dim(len(shape))
+    return [draw.numbers(*shape), dim, draw.ids(shape[dim], draw.size())]
+
+
+def _index_add(draw: Draw) -> Args:
+    """Rows are added at one place twice."""
+    x, dim, index = _index_select(draw)
+    factor = draw.one_of({}, {"alpha": 0.5})
+    return [x, dim, index, draw.numbers(*x.index_select(dim, index).shape), factor]
+
+
+def _one_hot(draw: Draw) -> Args:
+    # Of one class, as of a single number, torch warns when it is asked for the sharding.
+    classes = draw.size() + 1
+    return [draw.ids(classes, 2, *draw.shape(0, 2)), classes]
+
+
 def _slice_scatter(draw: Draw) -> Args:
     x, *rest = _slice(draw)
     return [x, draw.numbers(*aten.slice.Tensor(x, *rest).shape), *rest]
@@ -192,7 +211,9 @@ SAMPLES: dict[str, Sample] = {
     "aten::select": _select,
     "aten::slice_backward": _slice_backward,
     "aten::select_backward": _select_backward,
-    "aten::index_select": lambda draw: [draw.numbers(4, draw.size()), 0, draw.ids(4, 3)],
+    "aten::index_select": _index_select,
+    "aten::index_add": _index_add,
+    "aten::one_hot": _one_hot,
     "aten::roll": _roll,
     "aten::split_with_sizes": _split,
     "aten::unbind": _unbind,

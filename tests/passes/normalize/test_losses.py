@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sp_compiler.planning.fallbacks import fallbacks
 from tests.helpers import parity
 from tests.helpers.normalized import body, normalized, outputs, randn
 
@@ -117,6 +118,28 @@ _FUNCTIONS |= {
     for log_target in (False, True)
 }
 _FUNCTIONS |= {f"several labels, {r}": _several_labels(r) for r in ("none", "mean", "sum")}
+_ELEMENT_LOSSES: dict[str, Callable[..., Tensor]] = {
+    "squares": F.mse_loss,
+    "distances": F.l1_loss,
+    "smooth distances": lambda x, t, **given: F.smooth_l1_loss(x, t, beta=0.3, **given),
+    "huber": lambda x, t, **given: F.huber_loss(x, t, delta=0.3, **given),
+    "binary": lambda x, t, **given: F.binary_cross_entropy(x.sigmoid(), t, _WEIGHT, **given),
+    "binary of logits": F.binary_cross_entropy_with_logits,
+    "binary of logits, weighed": lambda x, t, **given: F.binary_cross_entropy_with_logits(
+        x, t, _WEIGHT, pos_weight=2 * _WEIGHT, **given
+    ),
+}
+
+
+def _of_elements(name: str, reduction: str) -> Callable[[Tensor], Tensor]:
+    return lambda x: _ELEMENT_LOSSES[name](x, _SOFT, reduction=reduction)
+
+
+_FUNCTIONS |= {
+    f"{name}, {reduction}": _of_elements(name, reduction)
+    for name in _ELEMENT_LOSSES
+    for reduction in ("none", "mean", "sum")
+}
 _FUNCTIONS |= {
     "soft, one sample": lambda x: F.cross_entropy(x[0], _SOFT[0]),
     "soft, classes first": lambda x: F.cross_entropy(x.T[None], _SOFT.T[None]),
@@ -140,6 +163,31 @@ def test_values_and_gradients(name: str) -> None:
         torch.autograd.grad(y, x, torch.ones_like(y)) for y in (found, expected)
     )
     torch.testing.assert_close(grad, expected_grad, rtol=1e-13, atol=1e-13)
+
+
+def test_a_mean_of_losses_is_a_mean() -> None:
+    assert body(normalized(F.mse_loss, randn(3, 8, grad=True), _SOFT)) == [
+        "%2 = aten.mse_loss(%0, %1, 0) : f64[3, 8]",
+        "%3 = aten.mean(%2) : f64[]",
+        "output(%3)",
+    ]
+
+
+@pytest.mark.parametrize("name", _ELEMENT_LOSSES)
+def test_losses_of_elements_are_sharded(name: str) -> None:
+    """Each rank has the losses of its features: nothing is gathered."""
+
+    class Predicting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return _ELEMENT_LOSSES[name](self.down(self.up(x).relu()), x.softmax(-1))
+
+    found = parity.make_case(Predicting().double(), {"x": randn(4, 8)})
+    program = parity.assert_parity(found, tp=2)
+    assert not list(fallbacks(program))
 
 
 def test_labels_end_at_the_first_minus_one_in_a_compiled_step() -> None:

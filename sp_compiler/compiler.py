@@ -45,7 +45,7 @@ from sp_compiler.base.errors import PlacementError
 from sp_compiler.base.log import LOG, log_as_asked
 from sp_compiler.base.pass_report import Pass, pass_name
 from sp_compiler.base.placement import Placement
-from sp_compiler.check import check_forward, check_partitioned
+from sp_compiler.check import check_calls, check_forward, check_partitioned
 from sp_compiler.codegen.backends import LoadedProgram, compile_regions
 from sp_compiler.codegen.module_text import CompiledRegion
 from sp_compiler.ir.captured import Captured
@@ -270,6 +270,7 @@ class Compilation:
         # Checks compare sizes; comparing open ones would record guards and narrow the program.
         program, concretizer = sharded.program, Concretizer(sharded.program.sizes)
         options, state_bytes = within_device(options, program, sharded.param_placements)
+        self._check_calls(program, self._program, sharded)
         # Before it is differentiated: the gradient of a wrong forward agrees with that forward.
         for region in program.regions if self._checked else ():
             concrete = concretizer.region(region)
@@ -288,6 +289,7 @@ class Compilation:
         # From here on per memory setting: a policy writes tags, the partitioner acts on them.
         wanted = partition_options(program, options)
         tagged = self._tag(program, chunked, wanted, options, state_bytes)
+        self._check_calls(tagged.program, program, sharded)
         # Under a budget a region may become several that save differently; ``origins`` has the
         # sharded region of each.
         partitioned: dict[str, Partitioned] = {}
@@ -321,6 +323,10 @@ class Compilation:
         # All regions at once: they are classes of one module, with one list of bound operators.
         loaded = run(Pass.CODEGEN, compile_regions, tagged.program, regions, options.backend)
         return self._compiled(sharded, tagged, regions, loaded)
+
+    def _check_calls(self, program: Program, before: Program, sharded: Sharded) -> None:
+        if self._checked:
+            self._run(Pass.CHECK, check_calls, program, before, sharded.param_placements)
 
     def _tag(
         self,

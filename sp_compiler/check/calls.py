@@ -36,8 +36,12 @@ def check_calls(
         for position, (ref, true) in enumerate(zip(call.args, old.args, strict=True)):
             if ref != true:
                 raise _error(call, index, position, f"reads {_text(ref)}; expected {_text(true)}")
+    drawing: dict[Ref, int] = {}
     for index, call in enumerate(program.calls):
         for position, ref in enumerate(call.args):
+            if ref.kind == "seed" and drawing.setdefault(ref, index) != index:
+                first = drawing[ref]
+                raise _error(call, index, position, f"draws the numbers of call {first} again")
             _require_placement(program, param_placements, index, position, ref)
             report.checked += 1
     _require_same("outputs", program, dict(enumerate(program.outputs)), before.outputs)

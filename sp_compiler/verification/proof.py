@@ -149,6 +149,9 @@ def _quick_rows(
         # Unsharded graphs of one region have most operators in common: those run once.
         with Remembered():
             rows += check_sections(sections, of_region, values_of)
+            # Of a wrong graph there is nothing to compare code with.
+            if not all(row.ok for row in rows):
+                return rows
             data = partial(_call_data, at_example, values_of)
             block = Block.of(at_example, region, data, floors=False)
         rows += block.rows(at_example, variants)
@@ -180,7 +183,7 @@ def _thorough_rows(
         rows, program = compare_passes(filled, captured, options, true)
     else:
         program = to_program(captured, options)
-    if program is None:
+    if program is None or not all(row.ok for row in rows):
         return rows
     variants = variants_by_pass(concretized(compiled), joint=operators is None)
     at_example = _routed_at_example(program)

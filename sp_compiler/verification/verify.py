@@ -28,7 +28,7 @@ from sp_compiler.trace.arguments import ExampleInputs, checked_inputs
 from sp_compiler.trace.environment import without_cache
 from sp_compiler.trace.export import capture, flatten_inputs
 from sp_compiler.verification.blocks import BlockData, check_blocks
-from sp_compiler.verification.judge import Numbers, Precision, Reference, backward
+from sp_compiler.verification.judge import FLOAT64, Numbers, Precision, Reference, backward
 from sp_compiler.verification.precision import KernelEps, NothingDropped
 from sp_compiler.verification.reference import ReferenceResult, run_captured, run_program
 from sp_compiler.verification.report import Comparison, VerifyReport
@@ -37,6 +37,8 @@ from sp_compiler.verification.simulate import simulate_step
 from sp_compiler.verification.variants import variants_by_pass
 
 _SEED = 1234567
+_NOT_ROUNDING = 1e-6
+"""Relative difference of two runs in float64 that the order of sums does not explain."""
 
 
 @with_options
@@ -66,7 +68,7 @@ def verify(
 
     Raises:
         ArgumentError: an invalid argument, parameters on the ``meta`` device, or a model that
-            returns no tensor.
+            returns no tensor, cannot be copied or computes something else each time.
         UnsupportedError: options that do not work together in this version, or hooks inside the
             model.
         CaptureError: the model has control flow that depends on parameters or activations.
@@ -84,7 +86,7 @@ def verify(
         kwargs = {**kwargs, "use_cache": False}
     # A copy, for export writes attributes, and buffers that a forward changes would differ between
     # the two sides.
-    step = Step.of(copy.deepcopy(model), args, kwargs)
+    step = Step.of(_copied(model), args, kwargs)
     # Passes before sharding run twice, once under an observer; this one has the reports of the
     # second.
     run = PassRunner()
@@ -93,6 +95,30 @@ def verify(
         if not any(row.message for row in rows):  # else there is no program to shard
             rows += _after_sharding(step, checked, run)
     return VerifyReport(step.name, tp, tuple(rows), tuple(run.reports), precision.name)
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:  # whatever its attributes raise
+        raise ArgumentError(
+            f"model: verify runs a copy, and {_not_copied(model)} cannot be copied "
+            f"({type(error).__name__}: {error}); keep what cannot outside of the model, or give "
+            "its class a __deepcopy__"
+        ) from error
+
+
+def _not_copied(model: nn.Module) -> str:
+    """Return the first attribute of a module of ``model`` that cannot be copied."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name == "_modules":
+                continue
+            try:
+                copy.deepcopy(value)
+            except Exception:  # this one
+                return f"its attribute {f'{path}.{name}'.lstrip('.')!r}"
+    return type(model).__name__
 
 
 @dataclass(frozen=True)
@@ -193,6 +219,7 @@ def _before_sharding(step: Step, options: CompileOptions) -> tuple[list[Comparis
         return undropped(own, partial(own.run_eager, captured), precision)
 
     eager = Reference.of(run_eager)
+    _require_same_numbers(eager, run_eager)
     if not any(isinstance(item, Tensor) for item in eager.true.outputs):
         raise ArgumentError(
             f"model: {step.name} returns no tensor for these inputs, so there is nothing to "
@@ -204,6 +231,20 @@ def _before_sharding(step: Step, options: CompileOptions) -> tuple[list[Comparis
     true = Reference(eager.precision, exported, eager.noise, eager.rounding)
     rows += compare_passes(step, captured, options, true)[0]
     return rows, true.precision
+
+
+def _require_same_numbers(eager: Reference, run: Callable[[Precision], Numbers]) -> None:
+    """Raise an error for a model that computes something else each time: no difference from it,
+    however large, would be above its noise floor."""
+    if eager.precision is not FLOAT64 or eager.noise <= _NOT_ROUNDING:
+        return  # lower precisions differ that much by rounding
+    error = run(eager.precision).worst(eager.true)
+    if error > _NOT_ROUNDING:
+        raise ArgumentError(
+            f"model: two forwards of the same inputs, with the same seed of torch, differ by "
+            f"{error:.0e}, so there is nothing to compare; draw random numbers with torch (not "
+            "random, numpy or a clock), and keep what changes from call to call in buffers"
+        )
 
 
 def compare_passes(
@@ -223,8 +264,12 @@ def compare_passes(
             if counted is None:
                 return
             reference = Reference.of(partial(undropped, step, partial(run_flat, counted)))
-        numbers = undropped(step, partial(run_flat, left), reference.precision)
-        rows.append(reference.compare(name, "model", numbers))
+        try:
+            numbers = undropped(step, partial(run_flat, left), reference.precision)
+        except Exception as error:  # whatever an operator says to wrong operands
+            rows.append(reference.failed(name, "model", error))
+        else:
+            rows.append(reference.compare(name, "model", numbers))
 
     try:
         return rows, to_program(captured, options, PassRunner(observer=compare))

@@ -141,6 +141,14 @@ def test_a_parameter_that_is_stored_otherwise(compiled: CompiledProgram) -> None
         check_calls(compiled.program, _unsharded(compiled), other)
 
 
+def test_layers_that_would_drop_the_same_elements(compiled: CompiledProgram) -> None:
+    """As the outline left them."""
+    alike = _masks_of_another_layer(compiled.program)
+    message = r"call \d \(.*, blocks.1\) draws the numbers of call \d again for its input 'seed'"
+    with pytest.raises(PlacementError, match=message):
+        check_calls(alike, alike, compiled.param_placements)
+
+
 @pytest.mark.parametrize("name", ["shard", "tag_program"])
 def test_a_pass_that_exchanges_arguments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each block is right by itself."""

@@ -16,7 +16,7 @@ Passes in parentheses run only where an option asks for them::
 - half_batches: layers on two halves of the batch, for overlap in forward;
 - outline: the graph as calls of distinct regions, equal layers sharing one;
 - shard: a placement for every value, and collectives between placements that differ;
-- check: placements derived again, by rules of its own;
+- check: placements derived again, by rules of its own, and calls compared with the model's;
 - joint: forward and backward in one graph; simplify: without what differentiating left behind;
 - chunk: loss head in chunks of rows, attention in chunks of queries: neither exists as a whole;
 - tag: save or recompute, per node; partition: cut the joint graph by the tags, sums in place;
@@ -270,11 +270,7 @@ class Compilation:
         # Checks compare sizes; comparing open ones would record guards and narrow the program.
         program, concretizer = sharded.program, Concretizer(sharded.program.sizes)
         options, state_bytes = within_device(options, program, sharded.param_placements)
-        self._check_calls(program, self._program, sharded)
-        # Before it is differentiated: the gradient of a wrong forward agrees with that forward.
-        for region in program.regions if self._checked else ():
-            concrete = concretizer.region(region)
-            run.once(Pass.CHECK, check_forward, concrete, tp, region=region.name)
+        self._check_sharded(sharded, concretizer)
         joints: dict[str, JointGraph] = {}
         chunked: dict[str, list[JointGraph]] = {}
         for region in program.regions:
@@ -323,6 +319,13 @@ class Compilation:
         # All regions at once: they are classes of one module, with one list of bound operators.
         loaded = run(Pass.CODEGEN, compile_regions, tagged.program, regions, options.backend)
         return self._compiled(sharded, tagged, regions, loaded)
+
+    def _check_sharded(self, sharded: Sharded, concretizer: Concretizer) -> None:
+        self._check_calls(sharded.program, self._program, sharded)
+        # Before it is differentiated: the gradient of a wrong forward agrees with that forward.
+        for region in sharded.program.regions if self._checked else ():
+            concrete, tp = concretizer.region(region), self._options.tp
+            self._run.once(Pass.CHECK, check_forward, concrete, tp, region=region.name)
 
     def _check_calls(self, program: Program, before: Program, sharded: Sharded) -> None:
         if self._checked:

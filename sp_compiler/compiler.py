@@ -285,7 +285,7 @@ class Compilation:
         # From here on per memory setting: a policy writes tags, the partitioner acts on them.
         wanted = partition_options(program, options)
         tagged = self._tag(program, chunked, wanted, options, state_bytes)
-        self._check_calls(tagged.program, program, sharded)
+        self._check_calls(tagged.program, sharded)
         # Under a budget a region may become several that save differently; ``origins`` has the
         # sharded region of each.
         partitioned: dict[str, Partitioned] = {}
@@ -321,15 +321,17 @@ class Compilation:
         return self._compiled(sharded, tagged, regions, loaded)
 
     def _check_sharded(self, sharded: Sharded, concretizer: Concretizer) -> None:
-        self._check_calls(sharded.program, self._program, sharded)
+        self._check_calls(sharded.program, sharded)
         # Before it is differentiated: the gradient of a wrong forward agrees with that forward.
         for region in sharded.program.regions if self._checked else ():
             concrete, tp = concretizer.region(region), self._options.tp
             self._run.once(Pass.CHECK, check_forward, concrete, tp, region=region.name)
 
-    def _check_calls(self, program: Program, before: Program, sharded: Sharded) -> None:
+    def _check_calls(self, program: Program, sharded: Sharded) -> None:
         if self._checked:
-            self._run(Pass.CHECK, check_calls, program, before, sharded.param_placements)
+            # Not with the program after sharding: a pass could have changed its list of calls.
+            to_check = program, self._program, sharded.param_placements
+            self._run(Pass.CHECK, check_calls, *to_check)
 
     def _tag(
         self,

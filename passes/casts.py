@@ -8,9 +8,10 @@
     v = linear(_to_copy(full, bf16), w_v)     k = linear(full, w_k)
                                               v = linear(full, w_v)
 
-Half as many bytes are gathered, and one copy is kept for the gradients of three weights. Forward and
-backward compute the same numbers, to the bit. That is why it comes after differentiation: if the
-model had one cast, its gradient would be a sum of three in 16 bits; of three casts it is one in 32.
+Half as many bytes are gathered, and one copy is kept for the gradients of three weights. Forward
+and backward compute the same numbers, to the bit. That is why it comes after differentiation: if
+the model had one cast, its gradient would be a sum of three in 16 bits; of three casts it is one in
+32.
 
 Mutates the graph. Reads ``meta["val"]``; new nodes take the meta of what they replace.
 """
@@ -64,7 +65,7 @@ def _merge_equal(graph: Graph, backward: Container[Node]) -> None:
 
 
 def _gather_behind(cast: Node) -> None:
-    """``cast(view(gather(x)))`` -> ``view(gather(cast(x)))``, unless another reads what is between."""
+    """``cast(view(gather(x)))`` -> ``view(gather(cast(x)))``, if no other reads what is between."""
     views: list[Node] = []
     source = cast.args[0]
     while is_name(source) and len(source.users) == 1 and not _gathers(source):

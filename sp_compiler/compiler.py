@@ -16,7 +16,7 @@ Passes in parentheses run only where an option asks for them::
 - half_batches: layers on two halves of the batch, for overlap in forward;
 - outline: the graph as calls of distinct regions, equal layers sharing one;
 - shard: a placement for every value, and collectives between placements that differ;
-- check: placements derived again, by rules of its own;
+- check: placements derived again, by rules of its own, and calls compared with the model's;
 - joint: forward and backward in one graph; simplify: equal casts once, in front of gathers,
   and without what differentiating left behind;
 - chunk: loss head in chunks of rows, attention in chunks of queries: neither exists as a whole;
@@ -46,7 +46,7 @@ from sp_compiler.base.errors import ArgumentError, PlacementError
 from sp_compiler.base.log import LOG, log_as_asked
 from sp_compiler.base.pass_report import Pass, pass_name
 from sp_compiler.base.placement import Placement
-from sp_compiler.check import check_forward, check_partitioned
+from sp_compiler.check import check_calls, check_forward, check_partitioned
 from sp_compiler.codegen.backends import LoadedProgram, compile_regions
 from sp_compiler.codegen.module_text import CompiledRegion
 from sp_compiler.ir.captured import Captured
@@ -291,10 +291,7 @@ class Compilation:
         # Checks compare sizes; comparing open ones would record guards and narrow the program.
         program, concretizer = sharded.program, Concretizer(sharded.program.sizes)
         options, state_bytes = within_device(options, program, sharded.param_placements)
-        # Before it is differentiated: the gradient of a wrong forward agrees with that forward.
-        for region in program.regions if self._checked else ():
-            concrete = concretizer.region(region)
-            run.once(Pass.CHECK, check_forward, concrete, tp, region=region.name)
+        self._check_sharded(sharded, concretizer)
         joints: dict[str, JointGraph] = {}
         chunked: dict[str, list[JointGraph]] = {}
         for region in program.regions:
@@ -310,6 +307,7 @@ class Compilation:
         # From here on per memory setting: a policy writes tags, the partitioner acts on them.
         wanted = partition_options(program, options)
         tagged = self._tag(program, chunked, wanted, options, state_bytes)
+        self._check_calls(tagged.program, sharded)
         # Under a budget a region may become several that save differently; ``origins`` has the
         # sharded region of each.
         partitioned: dict[str, Partitioned] = {}
@@ -343,6 +341,19 @@ class Compilation:
         # All regions at once: they are classes of one module, with one list of bound operators.
         loaded = run(Pass.CODEGEN, compile_regions, tagged.program, regions, options.backend)
         return self._compiled(sharded, tagged, regions, loaded)
+
+    def _check_sharded(self, sharded: Sharded, concretizer: Concretizer) -> None:
+        self._check_calls(sharded.program, sharded)
+        # Before it is differentiated: the gradient of a wrong forward agrees with that forward.
+        for region in sharded.program.regions if self._checked else ():
+            concrete, tp = concretizer.region(region), self._options.tp
+            self._run.once(Pass.CHECK, check_forward, concrete, tp, region=region.name)
+
+    def _check_calls(self, program: Program, sharded: Sharded) -> None:
+        if self._checked:
+            # Not with the program after sharding: a pass could have changed its list of calls.
+            to_check = program, self._program, sharded.param_placements
+            self._run(Pass.CHECK, check_calls, *to_check)
 
     def _tag(
         self,

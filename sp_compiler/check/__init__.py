@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from sp_compiler.check.calls import check_calls
 from sp_compiler.check.forward import check_forward
 from sp_compiler.check.partitioned import check_partitioned
 from sp_compiler.check.report import CheckReport
 
-__all__ = ["CheckReport", "check_forward", "check_partitioned"]
+__all__ = ["CheckReport", "check_calls", "check_forward", "check_partitioned"]

@@ -154,7 +154,7 @@ def triton_hashed_where_it_runs() -> Iterator[None]:
     if torch.accelerator.is_available():
         yield
         return
-    with mock.patch.object(triton_compat, "triton_key", lambda: "read by nobody"):
+    with mock.patch.object(triton_compat, "triton_key", return_value="read by nobody"):
         yield
 
 

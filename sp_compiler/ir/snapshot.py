@@ -155,9 +155,11 @@ class Stages(dict[str, Snapshot]):
     ALIASES: ClassVar[dict[str, Pass]] = {"capture": Pass.OUTLINE, "final": Pass.TAG}
 
     def __missing__(self, name: str) -> Snapshot:
-        if name not in self.ALIASES:
+        stage = self.ALIASES.get(name)
+        # A model without operators has no regions, and so no graphs of them.
+        if stage is None or not self:
             raise KeyError(name)
-        return replace(self[self.ALIASES[name]], name=name)
+        return replace(self.get(stage, Snapshot(stage, {})), name=name)
 
 
 def unknown_stage(name: str, stages: Iterable[str]) -> ArgumentError:

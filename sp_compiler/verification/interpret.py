@@ -8,7 +8,7 @@ of generated classes, on real or simulated ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -196,69 +196,89 @@ class PartitionedCode:
         return results[:end], results[end:]
 
 
-class SplitCode:
-    """A code whose backward of a step is run as the two functions of a pipeline that delays
-    gradients of parameters.
+class StepCode:
+    """A code whose backward runs all functions that a step may run instead, which must agree.
+
+    A step runs the backward from the loss alone, or functions that work for the call before; other
+    steps run the plain ``backward``.
+
+    Args:
+        code: of a region.
+        parts: which functions the code has.
+        differentiable: whether ``backward`` takes a tangent for each output.
 
     Attributes:
-        forward: that of the code.
+        forward: that of the code, as the other functions.
     """
 
-    def __init__(self, code: Any) -> None:
-        self._code = code
+    def __init__(self, code: Any, parts: Partitioned, differentiable: Sequence[bool]) -> None:
+        self._code, self._parts = code, parts
+        loss = parts.loss
+        # Among the tangents.
+        self._loss = None if loss is None else sum(differentiable[: loss.output])
         self.forward = code.forward
 
-    def backward(self, tp: Communicator, saved: Any, *tangents: Tensor) -> tuple[Any, ...]:
-        of_inputs, handed = self._code.backward_inputs(tp, saved, *tangents)
-        of_weights = self._code.backward_weights(tp, list(handed))
-        # Each input has its gradient from one of the two.
-        pairs = zip(of_inputs, of_weights, strict=True)
-        return tuple(second if first is None else first for first, second in pairs)
-
-
-class BehindCode:
-    """A code whose functions that leave gradients to the call before all take part in ``backward``.
-
-    Attributes:
-        forward: that of the code, as the other functions.
-    """
-
-    def __init__(self, code: Any) -> None:
-        self.forward, self.backward_inputs = code.forward, code.backward_inputs
-        self.backward_weights, self.backward_behind = code.backward_weights, code.backward_behind
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._code, name)
 
     def backward(self, tp: Communicator, saved: Any, *tangents: Tensor) -> tuple[Any, ...]:
-        _, rest = self.backward_inputs(tp, saved, *tangents)
-        # As if the call behind were this one.
-        grads, _ = self.backward_behind(tp, saved, list(rest), *tangents)
-        return _equal_or_wrong(grads, SplitCode(self).backward(tp, saved, *tangents))
+        grads = tuple(self._code.backward(tp, saved, *tangents))
+        if self._loss is None:
+            return _agreeing(grads, self._otherwise(tp, saved, *tangents))
+        # A backward is linear: from the loss alone it is that with zeros for all other tangents.
+        zeros = [
+            tangent if index == self._loss else torch.zeros_like(tangent)
+            for index, tangent in enumerate(tangents)
+        ]
+        of_loss = self._code.backward(tp, saved, *zeros)
+        return _agreeing(grads, [self.loss_backward(tp, saved, tangents[self._loss])], of_loss)
+
+    def loss_backward(self, tp: Communicator, saved: Any, tangent: Tensor) -> tuple[Any, ...]:
+        grads = tuple(self._code.loss_backward(tp, saved, tangent))
+        return _agreeing(grads, self._otherwise(tp, saved, tangent))
+
+    def _otherwise(
+        self, tp: Communicator, saved: Any, *tangents: Tensor
+    ) -> Iterator[tuple[Any, ...]]:
+        """Yield the gradients of the functions for calls in a row or a delayed backward."""
+        code = self._code
+        if self._parts.split is not None:
+            of_inputs, handed = code.backward_inputs(tp, saved, *tangents)
+            if self._parts.split.both is not None:
+                # As if the call behind were this one.
+                yield code.backward_behind(tp, saved, list(handed), *tangents)[0]
+            of_weights = code.backward_weights(tp, list(handed))
+            # Each input has its gradient from one of the two.
+            pairs = zip(of_inputs, of_weights, strict=True)
+            yield tuple(second if first is None else first for first, second in pairs)
+        if self._parts.ahead is not None:
+            values = list(code.recompute(tp, saved))
+            # As if the call before were this one.
+            grads, ahead = code.backward_ahead(tp, saved, values, saved, *tangents)
+            yield tuple(grads)
+            yield tuple(code.backward_rest(tp, saved, list(ahead), *tangents))
 
 
-class AheadCode:
-    """A code whose functions that recompute one call ahead all take part in ``backward``.
-
-    Attributes:
-        forward: that of the code, as the other functions.
-    """
-
-    def __init__(self, code: Any) -> None:
-        self._code = code
-        self.forward, self.recompute = code.forward, code.recompute
-        self.backward_rest, self.backward_ahead = code.backward_rest, code.backward_ahead
-
-    def backward(self, tp: Communicator, saved: Any, *tangents: Tensor) -> tuple[Any, ...]:
-        values = list(self.recompute(tp, saved))
-        # As if the call before were this one.
-        grads, ahead = self.backward_ahead(tp, saved, values, saved, *tangents)
-        same = self.backward_rest(tp, saved, list(ahead), *tangents)
-        return _equal_or_wrong(grads, same)
+def _agreeing(
+    grads: Sequence[Any], others: Iterable[Sequence[Any]], same: Sequence[Any] | None = None
+) -> tuple[Any, ...]:
+    """Return ``grads``, made wrong where one of ``others`` differs from ``same``, by default
+    ``grads``: whichever is wrong, the result is."""
+    same, result = grads if same is None else same, list(grads)
+    for other in others:
+        for index, (one, another) in enumerate(zip(same, other, strict=True)):
+            difference = _difference(one, another)
+            if difference is not None:
+                left = result[index]
+                result[index] = difference if left is None else left + difference
+    return tuple(result)
 
 
-def _equal_or_wrong(grads: Sequence[Any], same: Sequence[Any]) -> tuple[Any, ...]:
-    """Return ``grads``, which must be equal to the bit to ``same``, or else the result is wrong as
-    well, whichever is."""
-    pairs = zip(grads, same, strict=True)
-    return tuple(None if first is None else first + (first - second) for first, second in pairs)
+def _difference(one: Tensor | None, another: Tensor | None) -> Tensor | None:
+    """Return ``one - another``; no gradient is zero."""
+    if another is None:
+        return one
+    return -another if one is None else one - another
 
 
 def _gradients(graph: Graph, tp: Communicator, saved: Any, *tangents: Tensor) -> tuple[Any, ...]:

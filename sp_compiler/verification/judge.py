@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sp_compiler.base.errors import SPCompilerError
 from sp_compiler.verification.precision import OtherRounding, in_float64, widest
 from sp_compiler.verification.report import Comparison, gradient_errors, output_errors
 
@@ -48,21 +49,27 @@ OWN = Precision("its own dtypes", lambda dtype: dtype, contextlib.nullcontext)
 
 @dataclass(frozen=True)
 class Numbers:
-    """Results of a forward and a backward: outputs in order, gradients by name."""
+    """Results of a forward and a backward: outputs in order, gradients by name, and the new values
+    of buffers by name."""
 
     outputs: Sequence[Any]
     grads: Mapping[str, Tensor | None]
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def is_defined(self) -> bool:
         """Return whether no number is NaN: NaN on both sides of a comparison proves nothing."""
-        tensors = [*self.outputs, *self.grads.values()]
+        tensors = [*self.outputs, *self.grads.values(), *self.buffers.values()]
         return not any(_has_nan(t) for t in tensors if isinstance(t, Tensor))
 
     def errors(self, true: Numbers) -> dict[str, float]:
-        """Return relative errors by output and gradient."""
+        """Return relative errors by output, gradient and buffer."""
         of_grads = gradient_errors(self.grads, true.grads)
         named = {f"gradient of {name}": error for name, error in of_grads.items()}
+        named |= {
+            f"new value of {name}": output_errors([self.buffers.get(name)], [value])["output 0"]
+            for name, value in true.buffers.items()
+        }
         return output_errors(self.outputs, true.outputs) | named
 
     def worst(self, true: Numbers) -> float:
@@ -126,7 +133,9 @@ class Reference:
 
     def failed(self, stage: str, subject: str, error: Exception) -> Comparison:
         """Record that ``stage`` has no results to compare."""
-        return self._comparison(stage, subject, float("inf"), message=str(error))
+        own = isinstance(error, (SPCompilerError, RuntimeError))
+        text = str(error) if own else f"{type(error).__name__}: {error}"
+        return self._comparison(stage, subject, float("inf"), message=text)
 
     def _comparison(self, stage: str, subject: str, error: float, **texts: str) -> Comparison:
         return Comparison(

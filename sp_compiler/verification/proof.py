@@ -25,6 +25,7 @@ from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.concretize import Concretizer, concretized
 from sp_compiler.ir.program import Program, Ref
 from sp_compiler.options import CompileOptions
+from sp_compiler.passes.sharding.outputs import route_outputs
 from sp_compiler.rules.custom import UNPROVEN
 from sp_compiler.rules.registry import schema_name
 from sp_compiler.verification.blocks import Block, BlockData, check_blocks
@@ -33,7 +34,7 @@ from sp_compiler.verification.precision import Remembered
 from sp_compiler.verification.random_values import SPREADS, Spread, Values, random_like
 from sp_compiler.verification.report import Comparison, VerifyReport
 from sp_compiler.verification.sections import Sections, check_sections, check_wiring
-from sp_compiler.verification.variants import variants_by_pass
+from sp_compiler.verification.variants import as_it_runs, variants_by_pass
 from sp_compiler.verification.verify import (
     Step,
     Tensors,
@@ -137,9 +138,9 @@ def _quick_rows(
     step: Step, compiled: CompiledProgram, captured: Captured, program: Program
 ) -> list[Comparison]:
     """Compare the capture with the outlined program, and that with the generated code."""
-    at_example = Concretizer(program.sizes).program(program)
+    at_example = _routed_at_example(program)
     values_of = _values_of(step.tensors, at_example)
-    variants: dict[str, CompiledProgram] = {Pass.CODEGEN: concretized(compiled)}
+    variants: dict[str, CompiledProgram] = {Pass.CODEGEN: as_it_runs(concretized(compiled))}
     sections = Sections(captured, program, at_example)
     distinct = list(sections.distinct(values_of(SPREADS[0])))
     rows = list(check_wiring(sections))
@@ -148,6 +149,9 @@ def _quick_rows(
         # Unsharded graphs of one region have most operators in common: those run once.
         with Remembered():
             rows += check_sections(sections, of_region, values_of)
+            # Of a wrong graph there is nothing to compare code with.
+            if not all(row.ok for row in rows):
+                return rows
             data = partial(_call_data, at_example, values_of)
             block = Block.of(at_example, region, data, floors=False)
         rows += block.rows(at_example, variants)
@@ -179,12 +183,18 @@ def _thorough_rows(
         rows, program = compare_passes(filled, captured, options, true)
     else:
         program = to_program(captured, options)
-    if program is None:
+    if program is None or not all(row.ok for row in rows):
         return rows
     variants = variants_by_pass(concretized(compiled), joint=operators is None)
-    at_example = Concretizer(program.sizes).program(program)
+    at_example = _routed_at_example(program)
     data = partial(_call_data, at_example, _values_of(step.tensors, at_example))
     return [*rows, *check_blocks(at_example, variants, data, operators=operators)]
+
+
+def _routed_at_example(program: Program) -> Program:
+    """Return ``program`` at the example's sizes, with the outputs of the model apart: its blocks
+    then return what the sharded ones do."""
+    return Concretizer(program.sizes).program(route_outputs(program).program)
 
 
 def _call_data(

@@ -223,8 +223,8 @@ _PIECE = 1 << 16
 """Numbers to compare at a time."""
 
 
-def _difference(value: Tensor, true: Tensor, scale: float) -> float:
-    if value.shape != true.shape:
+def _difference(value: Tensor | None, true: Tensor, scale: float) -> float:
+    if value is None or value.shape != true.shape:
         return float("inf")
     if value.data_ptr() == true.data_ptr() and value.stride() == true.stride():
         return 0.0  # computed once for both sides

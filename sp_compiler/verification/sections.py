@@ -217,8 +217,11 @@ class Sections:
             reference = Reference.of(of_capture, floors=False)
             if reference.true.is_defined:
                 break
-        numbers = _numbers(self._run_calls, section, values, reference.precision)
         name = self.program.calls[section.call].region.name
+        try:
+            numbers = _numbers(self._run_calls, section, values, reference.precision)
+        except Exception as error:  # whatever an operator says to wrong operands
+            return reference.failed(Pass.OUTLINE, name, error)
         return reference.compare(Pass.OUTLINE, name, numbers)
 
     def _run_calls(self, section: Section, leaves: Mapping[Ref, Any]) -> Sequence[Any]:

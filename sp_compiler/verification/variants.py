@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from torch.fx import Graph
 
@@ -34,11 +34,9 @@ from sp_compiler.ir.snapshot import (
 )
 from sp_compiler.trace.joint import JointGraph
 from sp_compiler.verification.interpret import (
-    AheadCode,
-    BehindCode,
     PartitionedCode,
     ShardedCode,
-    SplitCode,
+    StepCode,
 )
 
 _JOINT = (Pass.JOINT, Pass.SIMPLIFY, Pass.CHUNK)
@@ -80,8 +78,7 @@ def variants_by_pass(
         parts = {name: _parts_after(item, stages[each]) for name, item in regions.items()}
         codes = {name: PartitionedCode(part) for name, part in parts.items()}
         variants[each] = _divided(compiled, codes, parts)
-    parts = {name: item.partitioned for name, item in regions.items()}
-    return {**variants, Pass.CODEGEN: _divided(compiled, compiled.codes, parts)}
+    return {**variants, Pass.CODEGEN: as_it_runs(compiled)}
 
 
 def _of_joints(compiled: CompiledProgram, joints: Mapping[str, JointGraph]) -> CompiledProgram:
@@ -89,24 +86,31 @@ def _of_joints(compiled: CompiledProgram, joints: Mapping[str, JointGraph]) -> C
     return replace(compiled, codes=dict(codes), loss_backwards={}, regions=_on_device(compiled))
 
 
+def as_it_runs(compiled: CompiledProgram) -> CompiledProgram:
+    """Return the program with codes that run all functions of each region; a step and a block then
+    test those that a step runs, and those that another step would.
+
+    Args:
+        compiled: at the example's sizes.
+    """
+    parts = {name: each.partitioned for name, each in compiled.regions.items()}
+    return _divided(compiled, compiled.codes, parts)
+
+
 def _divided(
     compiled: CompiledProgram, codes: Mapping[str, Any], parts: Mapping[str, Partitioned]
 ) -> CompiledProgram:
     """Return the program with ``codes``; a step runs those functions that ``parts`` have."""
-    whole: dict[str, RegionCode] = dict(codes)
+    whole: dict[str, RegionCode] = {
+        name: StepCode(code, parts[name], compiled.differentiable[name])
+        if any((parts[name].loss, parts[name].split, parts[name].ahead))
+        else code
+        for name, code in codes.items()
+    }
     from_loss = {
-        name: LossBackward(loss.output, codes[name].loss_backward)
+        name: LossBackward(loss.output, cast(Any, whole[name]).loss_backward)
         for name, loss in compiled.loss_backwards.items()
     }
-    splits = {name: part.split for name, part in parts.items() if part.split is not None}
-    for name, split_backward in splits.items():
-        in_two = (SplitCode if split_backward.both is None else BehindCode)(codes[name])
-        if name in from_loss:
-            from_loss[name] = replace(from_loss[name], run=in_two.backward)
-        else:
-            whole[name] = in_two
-    for name in [name for name, part in parts.items() if part.ahead is not None]:
-        whole[name] = AheadCode(codes[name])
     regions = {
         name: replace(
             split,

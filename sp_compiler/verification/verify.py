@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from sp_compiler.base.errors import ArgumentError, PassError, SPCompilerError, UnsupportedError
+from sp_compiler.base.errors import ArgumentError, PassError, UnsupportedError
 from sp_compiler.base.pass_report import Pass
-from sp_compiler.base.stored_attributes import Stored
 from sp_compiler.compiler import Compilation, to_program
 from sp_compiler.ir.captured import Captured
 from sp_compiler.ir.compiled_program import CompiledProgram
@@ -24,26 +23,29 @@ from sp_compiler.ir.program import Program
 from sp_compiler.options import CompileOptions, Options, with_options
 from sp_compiler.pass_manager.runner import PassRunner
 from sp_compiler.passes.normalize.random_numbers import draw_by_counter
+from sp_compiler.passes.sharding.outputs import route_outputs
 from sp_compiler.trace.arguments import ExampleInputs, checked_inputs
 from sp_compiler.trace.environment import without_cache
 from sp_compiler.trace.export import capture, flatten_inputs
 from sp_compiler.verification.blocks import BlockData, check_blocks
-from sp_compiler.verification.judge import Numbers, Precision, Reference, backward
+from sp_compiler.verification.judge import FLOAT64, Numbers, Precision, Reference, backward
 from sp_compiler.verification.precision import KernelEps, NothingDropped
-from sp_compiler.verification.reference import run_captured, run_program
+from sp_compiler.verification.reference import ReferenceResult, run_captured, run_program
 from sp_compiler.verification.report import Comparison, VerifyReport
 from sp_compiler.verification.sections import draws_uniform
 from sp_compiler.verification.simulate import simulate_step
 from sp_compiler.verification.variants import variants_by_pass
 
 _SEED = 1234567
+_NOT_ROUNDING = 1e-6
+"""Relative difference of two runs in float64 that the order of sums does not explain."""
 
 
 @with_options
 def verify(
     model: nn.Module, example_inputs: ExampleInputs, tp: int = 2, **options: Unpack[Options]
 ) -> VerifyReport:
-    """Compare the compiled ``model`` with the original on one device: outputs and all gradients.
+    """Compare the compiled ``model`` with the original: outputs, buffers it writes, all gradients.
 
     Runs the compiled program on ranks simulated in this process, without a process group. Both
     sides compute in float64 and ignore casts; if an operator has no float64 kernel, both compute in
@@ -66,7 +68,7 @@ def verify(
 
     Raises:
         ArgumentError: an invalid argument, parameters on the ``meta`` device, or a model that
-            returns no tensor.
+            returns no tensor, cannot be copied or computes something else each time.
         UnsupportedError: options that do not work together in this version, or hooks inside the
             model.
         CaptureError: the model has control flow that depends on parameters or activations.
@@ -84,7 +86,7 @@ def verify(
         kwargs = {**kwargs, "use_cache": False}
     # A copy, for export writes attributes, and buffers that a forward changes would differ between
     # the two sides.
-    step = Step.of(copy.deepcopy(model), args, kwargs)
+    step = Step.of(_copied(model), args, kwargs)
     # Passes before sharding run twice, once under an observer; this one has the reports of the
     # second.
     run = PassRunner()
@@ -93,6 +95,30 @@ def verify(
         if not any(row.message for row in rows):  # else there is no program to shard
             rows += _after_sharding(step, checked, run)
     return VerifyReport(step.name, tp, tuple(rows), tuple(run.reports), precision.name)
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:  # whatever its attributes raise
+        raise ArgumentError(
+            f"model: verify runs a copy, and {_not_copied(model)} cannot be copied "
+            f"({type(error).__name__}: {error}); keep what cannot outside of the model, or give "
+            "its class a __deepcopy__"
+        ) from error
+
+
+def _not_copied(model: nn.Module) -> str:
+    """Return the first attribute of a module of ``model`` that cannot be copied."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name == "_modules":
+                continue
+            try:
+                copy.deepcopy(value)
+            except Exception:  # this one
+                return f"its attribute {f'{path}.{name}'.lstrip('.')!r}"
+    return type(model).__name__
 
 
 @dataclass(frozen=True)
@@ -145,21 +171,23 @@ class Step:
 
     def numbers(
         self,
-        run: Callable[[Tensors], Sequence[Any]],
+        run: Callable[[Tensors], ReferenceResult],
         precision: Precision,
         mode: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> Numbers:
-        """Outputs of ``run`` and their gradients, computed inside ``mode``."""
+        """Results of ``run`` and their gradients, computed inside ``mode``."""
         tensors = self.tensors.leaves(precision)
         with precision.entered(), mode(), torch.random.fork_rng():
             torch.manual_seed(_SEED)  # what draws from torch's generator draws the same each time
-            outputs = list(run(tensors))
-            backward(outputs)
-        detached = [item.detach() if isinstance(item, Tensor) else item for item in outputs]
-        return Numbers(detached, tensors.grads())
+            results = run(tensors)
+            backward(results.outputs)
+        detached = [item.detach() if isinstance(item, Tensor) else item for item in results.outputs]
+        written = {name: value.detach() for name, value in results.mutated_buffers.items()}
+        return Numbers(detached, tensors.grads(), written)
 
-    def run_eager(self, stored: Sequence[Stored], tensors: Tensors) -> list[Any]:
-        """Return the leaves of the model's own output, and the tensors that it stores.
+    def run_eager(self, captured: Captured, tensors: Tensors) -> ReferenceResult:
+        """Return the leaves of the model's own output, the tensors that it stores, and the buffers
+        that it writes; ``captured`` says which.
 
         The model's attributes may be written.
         """
@@ -171,10 +199,12 @@ class Step:
             outputs = torch.func.functional_call(model, state, tuple(args), dict(kwargs))
         left = [
             tensor
-            for each in stored
+            for each in captured.stored
             for tensor in each.tensors(getattr(model.get_submodule(each.path), each.name))
         ]
-        return [*pytree.tree_leaves(outputs), *left]
+        # Written in place, or set as attributes: then in the mapping.
+        written = {name: state[name] for name in captured.mutated}
+        return ReferenceResult([*pytree.tree_leaves(outputs), *left], written)
 
 
 # Passes before the model is sharded: on one device, with nothing dropped.
@@ -186,9 +216,10 @@ def _before_sharding(step: Step, options: CompileOptions) -> tuple[list[Comparis
     def run_eager(precision: Precision) -> Numbers:
         # A copy that may be written, made here: no tensor can be copied while dtypes are exchanged.
         own = replace(step, model=copy.deepcopy(step.model))
-        return undropped(own, partial(own.run_eager, captured.stored), precision)
+        return undropped(own, partial(own.run_eager, captured), precision)
 
     eager = Reference.of(run_eager)
+    _require_same_numbers(eager, run_eager)
     if not any(isinstance(item, Tensor) for item in eager.true.outputs):
         raise ArgumentError(
             f"model: {step.name} returns no tensor for these inputs, so there is nothing to "
@@ -200,6 +231,20 @@ def _before_sharding(step: Step, options: CompileOptions) -> tuple[list[Comparis
     true = Reference(eager.precision, exported, eager.noise, eager.rounding)
     rows += compare_passes(step, captured, options, true)[0]
     return rows, true.precision
+
+
+def _require_same_numbers(eager: Reference, run: Callable[[Precision], Numbers]) -> None:
+    """Raise an error for a model that computes something else each time: no difference from it,
+    however large, would be above its noise floor."""
+    if eager.precision is not FLOAT64 or eager.noise <= _NOT_ROUNDING:
+        return  # lower precisions differ that much by rounding
+    error = run(eager.precision).worst(eager.true)
+    if error > _NOT_ROUNDING:
+        raise ArgumentError(
+            f"model: two forwards of the same inputs, with the same seed of torch, differ by "
+            f"{error:.0e}, so there is nothing to compare; draw random numbers with torch (not "
+            "random, numpy or a clock), and keep what changes from call to call in buffers"
+        )
 
 
 def compare_passes(
@@ -219,8 +264,12 @@ def compare_passes(
             if counted is None:
                 return
             reference = Reference.of(partial(undropped, step, partial(run_flat, counted)))
-        numbers = undropped(step, partial(run_flat, left), reference.precision)
-        rows.append(reference.compare(name, "model", numbers))
+        try:
+            numbers = undropped(step, partial(run_flat, left), reference.precision)
+        except Exception as error:  # whatever an operator says to wrong operands
+            rows.append(reference.failed(name, "model", error))
+        else:
+            rows.append(reference.compare(name, "model", numbers))
 
     try:
         return rows, to_program(captured, options, PassRunner(observer=compare))
@@ -244,16 +293,20 @@ def _counted(step: Step) -> Captured | None:
     return captured
 
 
-def undropped(step: Step, run: Callable[[Tensors], Sequence[Any]], precision: Precision) -> Numbers:
+def undropped(
+    step: Step, run: Callable[[Tensors], ReferenceResult], precision: Precision
+) -> Numbers:
     """Return outputs and gradients of ``run`` without dropout."""
     return step.numbers(run, precision, NothingDropped)
 
 
-def run_flat(graph: Captured | Program, tensors: Tensors) -> list[Any]:
-    """Return the outputs of an unsharded graph."""
+def run_flat(graph: Captured | Program, tensors: Tensors) -> ReferenceResult:
+    """Return the results of an unsharded graph."""
     run: Any = run_program if isinstance(graph, Program) else run_captured
-    result = run(graph, tensors.params, tensors.buffers, tensors.inputs, torch.tensor(_SEED))
-    return list(result.outputs)
+    result: ReferenceResult = run(
+        graph, tensors.params, tensors.buffers, tensors.inputs, torch.tensor(_SEED)
+    )
+    return result
 
 
 # Passes from sharding on: on simulated ranks, with dropout.
@@ -262,15 +315,15 @@ def run_flat(graph: Captured | Program, tensors: Tensors) -> list[Any]:
 def _after_sharding(step: Step, options: CompileOptions, run: PassRunner) -> Iterator[Comparison]:
     captured = run.once(Pass.EXPORT, capture, step.model, step.args, step.kwargs)
     program = to_program(captured, options, run)
+    # As sharding has it: each block then returns what the sharded one does.
+    routed = route_outputs(program).program
     # Real inputs of each block, which the reference run leaves behind.
     call_inputs: list[list[Any]] = []
 
-    def run_reference(tensors: Tensors) -> list[Any]:
-        result = run_program(
-            program, tensors.params, tensors.buffers, tensors.inputs, torch.tensor(_SEED)
-        )
+    def run_reference(tensors: Tensors) -> ReferenceResult:
+        result = run_flat(routed, tensors)
         call_inputs[:] = result.call_inputs
-        return result.outputs
+        return result
 
     true = Reference.of(lambda precision: step.numbers(run_reference, precision))
     try:
@@ -286,10 +339,10 @@ def _after_sharding(step: Step, options: CompileOptions, run: PassRunner) -> Ite
         for stage, variant in variants.items():
             yield _simulated(stage, variant, step, true)
         yield from check_blocks(
-            program,
+            routed,
             variants,
             lambda index, spread: BlockData.random(
-                program.calls[index].region, call_inputs[index], spread
+                routed.calls[index].region, call_inputs[index], spread
             ),
         )
 
@@ -312,8 +365,9 @@ def _simulated(stage: str, compiled: CompiledProgram, step: Step, true: Referenc
             torch.tensor(_SEED),
             mode=true.precision.entered,
         )
-    except (SPCompilerError, RuntimeError) as error:
+    except Exception as error:  # whatever wrong code raises
         return true.failed(stage, "model", error)
     grads = {name: result.grads.get(name) for name in tensors.params}
     grads |= {f"input {index}": grad for index, grad in enumerate(result.input_grads)}
-    return true.compare(stage, "model", Numbers(result.outputs, grads))
+    numbers = Numbers(result.outputs, grads, result.mutated_buffers)
+    return true.compare(stage, "model", numbers)

@@ -323,3 +323,33 @@ def test_numbers_that_decide_what_is_computed_are_part_of_the_key(
     assert num_compiled(module) == num
     texts = [str(each.message) for each in caught]
     assert any("numbers that it changes: state" in text for text in texts) == (change is counted)
+
+
+class _CountsFromItsClass(nn.Module):
+    """A counter whose start is an attribute of the class, and a tensor that is none there."""
+
+    calls = 0
+    latest: Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.latest = x.mean()
+        return self.linear(x) * self.calls
+
+
+@pytest.mark.filterwarnings("ignore:forward computes with numbers that it changes")
+def test_what_a_class_has_before_a_forward_sets_it() -> None:
+    torch.manual_seed(0)
+    source = _CountsFromItsClass().double()
+    eager = copy.deepcopy(source)
+    module = compiled(lambda: source)
+    for seed in range(3):
+        x = batch(3, seed=seed)
+        torch.testing.assert_close(module(x), eager(x))
+        torch.testing.assert_close(module.latest, eager.latest)
+        assert module.calls == eager.calls == seed + 1
+    assert (_CountsFromItsClass.calls, _CountsFromItsClass.latest) == (0, None)

@@ -7,7 +7,10 @@ from math import prod
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import sp_compiler
 from sp_compiler import ArgumentError, diff
 from sp_compiler.graph_diff.data import Section
 from sp_compiler.ir.compiled_program import CompiledProgram
@@ -157,3 +160,12 @@ def test_code_is_python_and_the_same_for_every_rank(program: CompiledProgram) ->
     _, _legend, statements = program.code.split('"""', 2)
     assert "all_gather" in statements
     assert "rank" not in statements
+
+
+def test_a_model_without_operators_has_stages_without_graphs() -> None:
+    """It has no regions, and no difference either."""
+    example: Any = ((torch.ones(2),), {})
+    module: Any = sp_compiler.compile(nn.Identity(), tp=1, example_inputs=example)
+    assert module.diff("capture", "final").is_empty
+    with pytest.raises(ArgumentError, match="stage 'nothing'"):
+        module.diff("nothing", "final")

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.utils._pytree import tree_map_only
 
 import sp_compiler
 from sp_compiler import ArgumentError, PassError, compiler
 from sp_compiler.codegen import expressions
 from sp_compiler.compiler import build
+from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.options import CompileOptions
 from sp_compiler.rules.custom import UNPROVEN
 from sp_compiler.verification import judge, proof
@@ -84,6 +88,98 @@ def test_a_wrong_printer(monkeypatch: pytest.MonkeyPatch) -> None:
         _prove(_model(), zoo.inputs("plain"))
     assert refused.value.pass_name == "codegen"
     assert "noise floor" in str(refused.value)
+
+
+class _Doubling:
+    """A code of which one function returns twice what it should, or raises."""
+
+    def __init__(self, code: Any, function: str, result: int | None = None) -> None:
+        self._code, self._function, self._result = code, function, result
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._code, name)
+        return function if name != self._function else functools.partial(self._doubled, function)
+
+    def _doubled(self, function: Callable[..., Any], *args: Any) -> Any:
+        results = function(*args)
+        if self._result is None:
+            return tree_map_only(Tensor, lambda value: 2 * value, results)
+        outputs, saved = results
+        outputs = [2 * x if i == self._result else x for i, x in enumerate(outputs)]
+        return tuple(outputs), saved
+
+
+@functools.cache
+def _compiled(name: str) -> CompiledProgram:
+    # In float64 this small Llama recomputes one layer ahead.
+    model = zoo.build(name, dropout=0.1)
+    return build(model, (), zoo.inputs(name), _OPTIONS, keep="unsharded")
+
+
+def _prove_wrong(name: str, region: str, function: str, result: int | None = None) -> PassError:
+    """The error of a program of which one function is wrong."""
+    compiled = replace(_compiled(name))
+    codes = {**compiled.codes, region: _Doubling(compiled.codes[region], function, result)}
+    compiled.codes = cast(Any, codes)
+    step = Step.of(zoo.build(name, dropout=0.1), (), zoo.inputs(name))
+    with pytest.raises(PassError, match="verify=True") as refused:
+        prove(step, _OPTIONS, compiled)
+    return refused.value
+
+
+@pytest.mark.parametrize(
+    ("region", "function"),
+    [
+        ("Epilogue", "backward"),
+        ("Epilogue", "loss_backward"),
+        ("LlamaDecoderLayer", "backward_ahead"),
+        *[
+            pytest.param("LlamaDecoderLayer", each, marks=pytest.mark.slow)
+            for each in ("backward", "recompute", "backward_rest")
+        ],
+    ],
+)
+def test_every_function_that_a_step_may_run(region: str, function: str) -> None:
+    """A step runs the backward from the loss alone, and those of layers in a row."""
+    wrong = _prove_wrong("llama", region, function)
+    assert wrong.pass_name == "codegen"
+    assert "gradient of" in str(wrong)
+
+
+def test_code_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is one more wrong result, with the pass that wrote it."""
+
+    def raises(*args: Any) -> Any:
+        raise NameError("name 'nowhere' is not defined")
+
+    monkeypatch.setattr(_Doubling, "_doubled", raises)
+    wrong = _prove_wrong("llama", "Prologue", "forward")
+    assert wrong.pass_name == "codegen"
+    assert "NameError: name 'nowhere' is not defined" in str(wrong)
+
+
+class _AlsoReturned(nn.Module):
+    """A model that returns what its last layer reads, so that a block returns it twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.blocks[0](x.sin())
+        first = self.blocks[1](hidden).cos()
+        return self.blocks[2](first).exp().mean(), first
+
+
+def test_an_output_that_is_returned_apart() -> None:
+    args = (torch.randn(2, 8, 16),)
+    compiled = build(_AlsoReturned(), args, {}, _OPTIONS, keep="unsharded")
+    ref = compiled.program.outputs[1]
+    name = compiled.program.calls[ref.index].region.name
+    wrong: Any = _Doubling(compiled.codes[name], "forward", ref.output)
+    compiled.codes = {**compiled.codes, name: wrong}
+    with pytest.raises(PassError, match="codegen"):
+        prove(Step.of(_AlsoReturned(), args, {}), _OPTIONS, compiled)
 
 
 @torch.library.custom_op("proof_test::center", mutates_args=())

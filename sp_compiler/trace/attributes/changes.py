@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -32,6 +33,7 @@ _CONTAINERS = (list, tuple, set, dict, OrderedDict, defaultdict)
 # By how much numbers differ in the second export: far from any that a model would compare with.
 _SHIFT = 1_000_003
 _MARK = "sp_compiler"
+_ABSENT = object()
 
 Key = tuple[str, str]
 """Path of a module and name of an attribute."""
@@ -234,7 +236,7 @@ def watched_state(model: nn.Module) -> Iterator[Changes]:
         result = forward(*args, **kwargs)
         after = _state(model)
         # Export may call the forward more than once; the last call is the one that it keeps.
-        changes.record(before, after)
+        changes.record({**_defaults(model, after), **before}, after)
         _restore(model, before)
         return result, list(changes.results)
 
@@ -251,8 +253,7 @@ def watched_state(model: nn.Module) -> Iterator[Changes]:
 def changed_attributes(model: nn.Module, values: Mapping[Key, Any]) -> Iterator[None]:
     """Let attributes of ``model`` have other values; one list in several places stays one."""
     modules = dict(model.named_modules())
-    absent = object()
-    old = {(path, name): vars(modules[path]).get(name, absent) for path, name in values}
+    old = {(path, name): vars(modules[path]).get(name, _ABSENT) for path, name in values}
     shared = {
         id(old[key]): value for key, value in values.items() if type(old[key]) in (list, dict)
     }
@@ -273,7 +274,7 @@ def changed_attributes(model: nn.Module, values: Mapping[Key, Any]) -> Iterator[
         yield
     finally:
         for attributes, name, value, _ in saved:
-            if value is absent:
+            if value is _ABSENT:
                 attributes.pop(name, None)
             else:
                 attributes[name] = value
@@ -303,13 +304,27 @@ def _state(model: nn.Module) -> _State:
     }
 
 
+def _defaults(model: nn.Module, state: _State) -> _State:
+    """Return what the attributes in ``state`` are before they are set: what their class has."""
+    classes = {path: type(module) for path, module in model.named_modules()}
+    found = {
+        key: inspect.getattr_static(classes[key[0]], key[1], _ABSENT)
+        for key in state
+        if key[0] in classes
+    }
+    kinds = (*_PLAIN, *_CONTAINERS, type(None))
+    return {key: Held.of(value) for key, value in found.items() if isinstance(value, kinds)}
+
+
 def _restore(model: nn.Module, before: _State) -> None:
     modules = dict(model.named_modules())
     for (path, name), held in before.items():
         if path in modules:  # a forward may exchange a module
             modules[path].__dict__[name] = held.restore()
-    for (path, name), held in _state(model).items():
-        if (path, name) not in before and _is_traced(held.value):
+    after = _state(model)
+    defaults = _defaults(model, after)
+    for (path, name), held in after.items():
+        if (path, name) not in before and (_is_traced(held.value) or (path, name) in defaults):
             # The model would meet it at its next call.
             del modules[path].__dict__[name]
 

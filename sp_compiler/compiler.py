@@ -42,7 +42,7 @@ from torch import nn
 
 from sp_compiler.base.autocast import without_autocast
 from sp_compiler.base.collector import older_objects_skipped
-from sp_compiler.base.errors import ArgumentError, PlacementError
+from sp_compiler.base.errors import PlacementError
 from sp_compiler.base.log import LOG, log_as_asked
 from sp_compiler.base.pass_report import Pass, pass_name
 from sp_compiler.base.placement import Placement
@@ -58,6 +58,7 @@ from sp_compiler.ir.program import Program
 from sp_compiler.options import CompileOptions
 from sp_compiler.pass_manager.dump import dump, dump_folder
 from sp_compiler.pass_manager.fallback import fallback_note, refused_operator
+from sp_compiler.pass_manager.half_or_full import compile_half_or_full
 from sp_compiler.pass_manager.open_sizes import compile_open_or_fixed
 from sp_compiler.pass_manager.reproduction import reproducible
 from sp_compiler.pass_manager.runner import PassRunner, running_passes
@@ -66,14 +67,9 @@ from sp_compiler.passes.async_tp import async_tp
 from sp_compiler.passes.casts import share_casts
 from sp_compiler.passes.chunks.chunk import chunk
 from sp_compiler.passes.expert_parallel import expert_parallel
-from sp_compiler.passes.half_batches import half_batches, halves_pay
+from sp_compiler.passes.half_batches import half_batches
 from sp_compiler.passes.loss_only import loss_only
-from sp_compiler.passes.memory.budget import (
-    BudgetError,
-    candidates_of,
-    tag_under_budget,
-    with_offloads,
-)
+from sp_compiler.passes.memory.budget import candidates_of, tag_under_budget, with_offloads
 from sp_compiler.passes.memory.overlap_room import overlap_room, regions_in_a_row
 from sp_compiler.passes.memory.partition import PartitionOptions, partition
 from sp_compiler.passes.memory.partition_options import partition_options
@@ -122,23 +118,7 @@ def build(
     compile_with = partial(_export_and_compile, model, args, kwargs, fixed or {}, lift_casts, keep)
     if options.half_batches != "auto":
         return compile_open_or_fixed(compile_with, options, open_dims)
-    full_options = replace(options, half_batches=False)
-    try:
-        halves = compile_with(replace(options, half_batches=True), open_dims=False)
-    except (
-        ArgumentError
-    ) as error:  # whatever but a lack of memory the full batch is refused for too
-        try:
-            return compile_open_or_fixed(compile_with, full_options, open_dims)
-        except BudgetError as other:
-            # The one that asks for less tells what would do.
-            is_less = isinstance(error, BudgetError) and error.least_bytes < other.least_bytes
-            raise (error if is_less else other) from None
-    try:
-        full = compile_open_or_fixed(compile_with, full_options, open_dims)
-    except ArgumentError:
-        return halves  # which fit into less memory
-    return halves if halves_pay(halves.plan, full.plan, options.budget_bytes) else full
+    return compile_half_or_full(compile_with, options, open_dims)
 
 
 def _export_and_compile(

@@ -179,9 +179,9 @@ def test_autocast_gathers_half_the_bytes_and_computes_the_same() -> None:
         apart = parity.compiled(found, **options)
     assert _gathers(apart) - _gathers(shared) == Counter({"(24, 32) f32 R": 1})
     assert _gathers(shared) - _gathers(apart) == Counter({"(24, 32) bf16 R": 1})
-    steps = [parity.simulate(found, each) for each in (shared, apart)]
-    assert torch.equal(steps[0].outputs[0], steps[1].outputs[0])
-    parity.assert_equal_gradients(*steps, most=0.0)
+    one, other = (parity.simulate(found, each) for each in (shared, apart))
+    assert torch.equal(one.outputs[0], other.outputs[0])
+    parity.assert_equal_gradients(one, other, most=0.0)
 
 
 def _gathers(program: CompiledProgram) -> Counter[str]:

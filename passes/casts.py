@@ -24,7 +24,7 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from sp_compiler.base.pass_report import Pass, report_of
-from sp_compiler.ir.op_traits import collective_of, is_cast, is_name
+from sp_compiler.ir.op_traits import collective_of, is_name, is_narrowing_cast
 from sp_compiler.ir.rewriting import fake_value, inherit, make_like
 from sp_compiler.trace.joint import JointGraph
 
@@ -40,7 +40,7 @@ def share_casts(joint: JointGraph) -> None:
     backward = joint.backward_nodes()
     _merge_equal(graph, backward)
     for node in list(graph.nodes):
-        if _narrows(node):
+        if is_narrowing_cast(node):
             _gather_behind(node)
     # Gathers of what has become one cast, and casts of what is gathered and read by this rank too.
     _merge_equal(graph, joint.backward_nodes())
@@ -51,7 +51,7 @@ def _merge_equal(graph: Graph, backward: Container[Node]) -> None:
     """Let casts to fewer bits be one if they are equal, and gathers of them."""
     first: dict[tuple[bool, str], Node] = {}
     for node in list(graph.nodes):
-        if not (_narrows(node) or _gathers(node)) or _is_returned(node):
+        if not (is_narrowing_cast(node) or _gathers(node)) or _is_returned(node):
             continue
         # As text, in which a node is its name.
         call = f"{node.target} {node.args} {node.kwargs}"
@@ -93,15 +93,6 @@ def _call(like: Node, args: Sequence[Any], **changes: Any) -> Node:
         like.graph, like.target, tuple(args), like.kwargs,
         like=like, origin=Pass.SIMPLIFY, name=like.name, val=val, **changes,
     )  # fmt: skip
-
-
-def _narrows(node: Node) -> bool:
-    """Return whether ``node`` is a cast between floating dtypes, to the one of fewer bits."""
-    if not is_cast(node):
-        return False
-    value, given = node.meta["val"], node.args[0].meta["val"]
-    is_floating = value.is_floating_point() and given.is_floating_point()
-    return is_floating and value.itemsize < given.itemsize and value.device == given.device
 
 
 def _gathers(node: Node) -> bool:

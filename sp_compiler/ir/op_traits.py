@@ -191,6 +191,15 @@ def is_cast(node: Node) -> bool:
     return node.target is aten._to_copy.default
 
 
+def is_narrowing_cast(node: Node) -> bool:
+    """Return whether ``node`` is a cast between floating dtypes, to the one of fewer bits."""
+    if not is_cast(node):
+        return False
+    value, given = node.meta["val"], node.args[0].meta["val"]
+    is_floating = value.is_floating_point() and given.is_floating_point()
+    return is_floating and value.itemsize < given.itemsize and value.device == given.device
+
+
 DRAWS = (DROPOUT.overload, DROPOUT_MASK.overload, UNIFORM.overload)
 """Operators of ours that draw by a counter; the argument ``site``, the fourth, tells them apart."""
 

@@ -13,6 +13,10 @@ and backward compute the same numbers, to the bit. That is why it comes after di
 the model had one cast, its gradient would be a sum of three in 16 bits; of three casts it is one in
 32.
 
+Equal gathers become one as well, where sharding saw several values: of what is one cast now, and of
+the gradient of a layer whose attention and MLP stand side by side, which differentiation gathers
+for each.
+
 Mutates the graph. Reads ``meta["val"]``; new nodes take the meta of what they replace.
 """
 
@@ -48,7 +52,7 @@ def share_casts(joint: JointGraph) -> None:
 
 
 def _merge_equal(graph: Graph, backward: Container[Node]) -> None:
-    """Let casts to fewer bits be one if they are equal, and gathers of them."""
+    """Let casts to fewer bits be one if they are equal, and gathers."""
     first: dict[tuple[bool, str], Node] = {}
     for node in list(graph.nodes):
         if not (is_narrowing_cast(node) or _gathers(node)) or _is_returned(node):
@@ -61,7 +65,7 @@ def _merge_equal(graph: Graph, backward: Container[Node]) -> None:
             inherit(equal, equal.args[0])
             node.replace_all_uses_with(equal)
             graph.erase_node(node)
-            report_of(Pass.SIMPLIFY).rewrote(kind="merge_equal_casts")
+            report_of(Pass.SIMPLIFY).rewrote(kind="merge_equal")
 
 
 def _gather_behind(cast: Node) -> None:

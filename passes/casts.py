@@ -28,8 +28,8 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from sp_compiler.base.pass_report import Pass, report_of
-from sp_compiler.ir.op_traits import collective_of, is_name, is_narrowing_cast
-from sp_compiler.ir.rewriting import fake_value, inherit, make_like
+from sp_compiler.ir.op_traits import collective_of, is_name, is_narrowing_cast, is_returned
+from sp_compiler.ir.rewriting import fake_value, inherit, make_like, merge_equal
 from sp_compiler.trace.joint import JointGraph
 
 
@@ -53,19 +53,19 @@ def share_casts(joint: JointGraph) -> None:
 
 def _merge_equal(graph: Graph, backward: Container[Node]) -> None:
     """Let casts to fewer bits be one if they are equal, and gathers."""
-    first: dict[tuple[bool, str], Node] = {}
-    for node in list(graph.nodes):
-        if not (is_narrowing_cast(node) or _gathers(node)) or _is_returned(node):
-            continue
-        # As text, in which a node is its name.
-        call = f"{node.target} {node.args} {node.kwargs}"
-        equal = first.setdefault((node in backward, call), node)
-        if equal is not node:
+    nodes = list(graph.nodes)
+    for is_backward in (False, True):
+        equal = merge_equal(
+            node
+            for node in nodes
+            if (node in backward) is is_backward
+            and (is_narrowing_cast(node) or _gathers(node))
+            and not is_returned(node)
+        )
+        for node in equal:
             # What several modules read belongs to none of them.
-            inherit(equal, equal.args[0])
-            node.replace_all_uses_with(equal)
-            graph.erase_node(node)
-            report_of(Pass.SIMPLIFY).rewrote(kind="merge_equal")
+            inherit(node, node.args[0])
+        report_of(Pass.SIMPLIFY).rewrote(len(equal), kind="merge_equal")
 
 
 def _gather_behind(cast: Node) -> None:
@@ -101,8 +101,3 @@ def _call(like: Node, args: Sequence[Any], **changes: Any) -> Node:
 
 def _gathers(node: Node) -> bool:
     return collective_of(node) == "all_gather"
-
-
-def _is_returned(node: Node) -> bool:
-    """Return whether whoever calls the function is given the tensor, and may write into it."""
-    return any(user.op == "output" or (is_name(user) and _is_returned(user)) for user in node.users)

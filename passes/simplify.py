@@ -27,8 +27,8 @@ from torch.fx import Graph, Node
 
 from sp_compiler.base.pass_report import Pass, report_of
 from sp_compiler.ir.fx import arguments
-from sp_compiler.ir.op_traits import is_view
-from sp_compiler.ir.rewriting import erase_dead, make_like
+from sp_compiler.ir.op_traits import is_returned, is_view
+from sp_compiler.ir.rewriting import erase_dead, make_like, merge_equal
 from sp_compiler.ir.symbolic import same_shape
 
 aten = torch.ops.aten
@@ -55,7 +55,8 @@ def simplify(graph: Graph) -> None:
                 graph.erase_node(node)
                 break
     # Behind the rules, which make views equal that were not.
-    report.rewrote(_merge_equal_views(graph), kind="merge_equal_views")
+    views = (node for node in list(graph.nodes) if is_view(node))
+    report.rewrote(len(merge_equal(views)), kind="merge_equal_views")
     erase_dead(graph)
     graph.lint()
 
@@ -183,36 +184,16 @@ def _times_one(node: Node) -> Node | None:
     # Integers become floats, and what is expanded gets memory of its own, which a view may need.
     if value.dtype != given.dtype or not same_shape(value.stride(), given.stride()):
         return None
-    if _is_returned(node):
+    if is_returned(node):
         report_of(Pass.SIMPLIFY).decline(node, "whoever is given it may change it in place")
         return None
     return source
-
-
-def _is_returned(node: Node) -> bool:
-    return any(user.op == "output" or (is_view(user) and _is_returned(user)) for user in node.users)
 
 
 def _call(target: Any, args: tuple[Any, ...], *, like: Node, val: Any = None) -> Node:
     changes = {} if val is None else {"val": val}
     name = target.__name__.partition(".")[0]
     return make_like(like.graph, target, args, like=like, origin="simplify", name=name, **changes)
-
-
-def _merge_equal_views(graph: Graph) -> int:
-    """Let equal views be one; returns how many were merged."""
-    first: dict[str, Node] = {}
-    num_merged = 0
-    for node in list(graph.nodes):
-        if not is_view(node):
-            continue
-        # As text, in which a node is its name and an open size its expression.
-        equal = first.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
-        if equal is not node:
-            node.replace_all_uses_with(equal)
-            graph.erase_node(node)
-            num_merged += 1
-    return num_merged
 
 
 # Views first: the later rules look for a product behind at most one view.

@@ -182,6 +182,11 @@ def view_chain(node: Node) -> list[Node]:
     return chain
 
 
+def is_returned(node: Node) -> bool:
+    """Return whether whoever calls the function is given the tensor, and may write into it."""
+    return any(user.op == "output" or (is_view(user) and is_returned(user)) for user in node.users)
+
+
 def is_copy(node: Node) -> bool:
     return node.target in COPIES
 

@@ -15,7 +15,7 @@ meta key            what the makers write
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -148,6 +148,21 @@ def replace_with(node: Node, value: Node) -> None:
         value.meta.setdefault("replaces", node.meta.get("replaces", node.name))
     node.replace_all_uses_with(value)
     node.graph.erase_node(node)
+
+
+def merge_equal(nodes: Iterable[Node]) -> list[Node]:
+    """Let equal calls among ``nodes``, in the order of their graph, be one; return for each that
+    was erased the one that stands for it."""
+    first: dict[str, Node] = {}
+    merged = []
+    for node in nodes:
+        # As text, in which a node is its name and an open size its expression.
+        equal = first.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
+        if equal is not node:
+            node.replace_all_uses_with(equal)
+            node.graph.erase_node(node)
+            merged.append(equal)
+    return merged
 
 
 def erase_dead(graph: Graph) -> int:

@@ -50,7 +50,7 @@ _PACKED = {
     "xglm": "2G2S + 4G2S",
     "falcon": "1G1S + 2G1S",
     "mpt": "2G2S + 4G2S",
-    "codegen": "1G2S + 3G1S",
+    "codegen": "1G2S + 2G1S",
     "gpt_bigcode": "4G2S + 6G4S",
 }
 

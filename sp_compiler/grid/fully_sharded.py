@@ -80,6 +80,10 @@ class FullySharded:
 
     def drop_unreduced(self) -> None:
         """Drop them."""
+        # Known from the calls, without which there are none. Every step's zero_grad asks, for which
+        # a walk through the tree would take as long as a small layer.
+        if not self._states:
+            return
         for group in param_groups(self._tree.values()):
             group._partial_reduce_output = None
             drop_gathered_gradients(group)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._decomp import decompositions
 from torch._dynamo import _trace_wrapped_higher_order_op
+from torch.autograd import grad_mode
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.torch_version import TorchVersion
@@ -125,25 +126,66 @@ def modes_answered(callers: Callable[[str], bool]) -> Iterator[None]:
     """Context in which a model that asks for a mode is told ``callers(mode)``, its caller's, not
     that of the capture."""
 
-    def answering(mode: str) -> Callable[[], bool]:
+    def answering(mode: str, is_models: Callable[[], bool]) -> Callable[[], bool]:
         ask = MODES[mode]
         captured = ask()
 
         def answer() -> bool:
             # Where it differs from the capture's, the model has set it itself.
-            is_callers = ask() is captured and asked_by_model()
+            is_callers = ask() is captured and asked_by_model() and not is_models()
             return callers(mode) if is_callers else ask()
 
         return answer
 
-    grad, inference = answering("is_grad_enabled"), answering("is_inference_mode_enabled")
-    # torch internals: torch.is_grad_enabled and torch.is_inference_mode_enabled. Neither shows in a
-    # graph, nor is passed to modes of torch functions.
-    with (
-        mock.patch.object(torch, "is_grad_enabled", grad),
-        mock.patch.object(torch, "is_inference_mode_enabled", inference),
-    ):
+    with contextlib.ExitStack() as stack:
+        entered = stack.enter_context(_gradients_enabled_by_model())
+        grad = answering("is_grad_enabled", lambda: bool(entered))
+        inference = answering("is_inference_mode_enabled", lambda: False)
+        # torch internals: torch.is_grad_enabled and torch.is_inference_mode_enabled. Neither shows
+        # in a graph, nor is passed to modes of torch functions.
+        stack.enter_context(mock.patch.object(torch, "is_grad_enabled", grad))
+        stack.enter_context(mock.patch.object(torch, "is_inference_mode_enabled", inference))
         yield
+
+
+@contextlib.contextmanager
+def _gradients_enabled_by_model() -> Iterator[list[Any]]:
+    """Context that yields a list of what the model has entered to record gradients, now.
+
+    Its ``enable_grad`` sets what the capture has set already, while its caller may not record.
+    """
+    entered: list[Any] = []
+
+    def enters(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def entering(this: Any, *args: Any) -> None:
+            method(this, *args)
+            # no_grad puts back with set_grad_enabled(True) what was there before.
+            is_put_back = sys._getframe(1).f_code.co_filename == grad_mode.__file__
+            if getattr(this, "mode", True) and not is_put_back:
+                entered.append(this)
+
+        return entering
+
+    def leaves(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def leaving(this: Any, *args: Any) -> Any:
+            entered[:] = [each for each in entered if each is not this]
+            return method(this, *args)
+
+        return leaving
+
+    # torch internals: torch.enable_grad and torch.set_grad_enabled, which is a function as well,
+    # after which nothing leaves, and a decorator, which leaves in __call__.
+    enable, set_enabled = torch.enable_grad, torch.set_grad_enabled
+    with (
+        mock.patch.object(enable, "__enter__", enters(enable.__enter__)),
+        mock.patch.object(enable, "__exit__", leaves(enable.__exit__)),
+        mock.patch.object(set_enabled, "__init__", enters(set_enabled.__init__)),
+        mock.patch.object(set_enabled, "__exit__", leaves(set_enabled.__exit__)),
+        mock.patch.object(set_enabled, "__call__", leaves(set_enabled.__call__)),
+    ):
+        yield entered
 
 
 @contextlib.contextmanager

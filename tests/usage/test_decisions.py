@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -128,6 +129,36 @@ def test_modes_of_the_caller(asked: str) -> None:
         with mode():
             torch.testing.assert_close(module(batch()), eager(batch()), rtol=1e-12, atol=0)
     assert num_compiled(module) == 2
+
+
+SET_BY_MODEL: dict[str, Callable[[Tensor], Any]] = {
+    "enable_grad": lambda x: torch.enable_grad(),
+    "set_grad_enabled": lambda x: torch.set_grad_enabled(x.shape[0] > 1),
+    "set_grad_enabled(False)": lambda x: torch.set_grad_enabled(False),
+}
+
+
+class Setting(nn.Module):
+    """Asks for the mode that it has set itself, then for its caller's."""
+
+    def __init__(self, mode: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 3, dtype=torch.float64)
+        self.mode = mode
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.mode(x):
+            y: Tensor = self.linear(x) * (2 if torch.is_grad_enabled() else 3)
+        return y * (5 if torch.is_grad_enabled() else 7)
+
+
+@pytest.mark.parametrize("how", SET_BY_MODEL)
+def test_modes_that_the_model_sets(how: str) -> None:
+    eager = Setting(SET_BY_MODEL[how])
+    module = compiled(lambda: copy.deepcopy(eager))
+    for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode):
+        with mode():
+            torch.testing.assert_close(module(batch()), eager(batch()), rtol=1e-12, atol=0)
 
 
 def test_modes_that_no_line_of_the_model_asks_for() -> None:

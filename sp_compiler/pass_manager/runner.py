@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from torch._dynamo import config as dynamo_config
 from torch.fx import Graph
+from torch.utils._python_dispatch import _disable_current_modes
 
 from sp_compiler.base.errors import PlacementError
 from sp_compiler.base.log import LOG
@@ -18,6 +19,7 @@ from sp_compiler.base.pass_report import PassReport, reporting
 from sp_compiler.ir.program import Program
 from sp_compiler.ir.snapshot import Snapshot, Stages, program_calls, region_of
 from sp_compiler.pass_manager.stages import graphs_of, snapshot_of
+from sp_compiler.trace.tracer_patches import without_hooks_of_all_modules
 
 Result = TypeVar("Result")
 
@@ -172,11 +174,14 @@ class PassRunner:
 
 @contextlib.contextmanager
 def running_passes(open_dims: bool) -> Iterator[None]:
-    """Context in which passes run, without warnings about what they do on purpose."""
+    """Context in which passes run, without warnings about what they do on purpose, and hidden from
+    what watches the caller's operators."""
     # With symbolic sizes, looking up an operator's result takes longer than running it on fakes.
     lookup = dynamo_config.fake_tensor_cache_enabled and not open_dims
     cache_fakes = dynamo_config.patch(fake_tensor_cache_enabled=lookup)
-    with warnings.catch_warnings(), cache_fakes:
+    # torch internals: _disable_current_modes. Of the caller's modes, a FLOP counter for example.
+    unseen = _disable_current_modes()
+    with without_hooks_of_all_modules(), unseen, warnings.catch_warnings(), cache_fakes:
         # FX warns of SymInts as arguments; passes put them there on purpose.
         warnings.filterwarnings("ignore", "Raw Sym", UserWarning)
         yield

@@ -21,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.torch_version import TorchVersion
 
 from sp_compiler.base.decisions import MODES
+from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.base.warn import in_library, is_library, user_line, warn
 
 
@@ -92,6 +93,43 @@ def buffer_hooks_restored() -> Iterator[None]:
     finally:
         hooks.clear()
         hooks.update(known)
+
+
+@contextlib.contextmanager
+def without_hooks_of_all_modules() -> Iterator[None]:
+    """Context without hooks that PyTorch itself registers for all modules, to count FLOPs by module
+    for example.
+
+    They run around the compiled model and its blocks, in every call: what they do in the capture
+    would become part of the model.
+
+    Raises:
+        UnsupportedError: there are hooks of anybody else, which would run nowhere else.
+    """
+    # torch internals: torch.nn.modules.module._global_forward_hooks and its relatives.
+    module = torch.nn.modules.module
+    registered_as = {
+        "forward_pre_hook": module._global_forward_pre_hooks,
+        "forward_hook": module._global_forward_hooks,
+        "full_backward_pre_hook": module._global_backward_pre_hooks,
+        "full_backward_hook": module._global_backward_hooks,
+    }
+    with contextlib.ExitStack() as stack:
+        for kind, hooks in registered_as.items():
+            others = [hook for hook in hooks.values() if not _is_torch(hook)]
+            if others:
+                raise UnsupportedError(
+                    f"a hook on all modules ({others[0]}, registered by "
+                    f"torch.nn.modules.module.register_module_{kind}) cannot run "
+                    "inside the compiled model; remove it, and put it on the compiled module "
+                    "afterwards: hooks run there on the whole model, its blocks and parameters"
+                )
+            stack.enter_context(mock.patch.dict(hooks, clear=True))
+        yield
+
+
+def _is_torch(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", None)).partition(".")[0] == "torch"
 
 
 @contextlib.contextmanager
@@ -177,13 +215,13 @@ def _gradients_enabled_by_model() -> Iterator[list[Any]]:
 
     # torch internals: torch.enable_grad and torch.set_grad_enabled, which is a function as well,
     # after which nothing leaves, and a decorator, which leaves in __call__.
-    enable, set_enabled = torch.enable_grad, torch.set_grad_enabled
+    enable, setting = torch.enable_grad, torch.set_grad_enabled
     with (
-        mock.patch.object(enable, "__enter__", enters(enable.__enter__)),
-        mock.patch.object(enable, "__exit__", leaves(enable.__exit__)),
-        mock.patch.object(set_enabled, "__init__", enters(set_enabled.__init__)),
-        mock.patch.object(set_enabled, "__exit__", leaves(set_enabled.__exit__)),
-        mock.patch.object(set_enabled, "__call__", leaves(set_enabled.__call__)),
+        mock.patch.object(torch.enable_grad, "__enter__", enters(enable.__enter__)),
+        mock.patch.object(torch.enable_grad, "__exit__", leaves(enable.__exit__)),
+        mock.patch.object(torch.set_grad_enabled, "__init__", enters(setting.__init__)),
+        mock.patch.object(torch.set_grad_enabled, "__exit__", leaves(setting.__exit__)),
+        mock.patch.object(torch.set_grad_enabled, "__call__", leaves(setting.__call__)),
     ):
         yield entered
 

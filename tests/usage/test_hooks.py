@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import sp_compiler
 from sp_compiler import UnsupportedError
@@ -199,3 +200,26 @@ def test_hooks_of_parameters_that_exist_before() -> None:
     module = sp_compiler.compile(model, tp=1)
     module(batch())["loss"].backward()
     assert len(seen) == 1
+
+
+def test_the_first_call_may_be_watched() -> None:
+    """Torch's counter of FLOPs hooks all modules and sees every operator, but none of a capture."""
+    counts = []
+    for one in (net(), compiled(net, recompute="none")):
+        for _ in range(2):
+            with FlopCounterMode(display=False) as counter:
+                one(batch())["loss"].backward()
+            counts.append(counter.get_total_flops())
+    assert counts == [counts[0]] * 4
+    assert counts[0] > 0
+
+
+def test_a_hook_on_all_modules_is_refused() -> None:
+    module = compiled(net)
+    handle = nn.modules.module.register_module_forward_hook(lambda *args: None)
+    try:
+        with pytest.raises(UnsupportedError, match=r"register_module_forward_hook\) cannot run"):
+            module(batch())
+    finally:
+        handle.remove()
+    module(batch())

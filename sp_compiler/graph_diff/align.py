@@ -234,6 +234,7 @@ class Alignment:
 
     def _spread(self) -> None:
         """Match nodes of the same operator whose operands match, from operands to users."""
+        self._spread_to_namesakes()
         position = {node: index for index, node in enumerate(self.before)}
         for node in self._open_after():
             candidates = [
@@ -243,6 +244,19 @@ class Alignment:
                 # Of several the first one, so that the same graphs give the same pairs each time.
                 exact = [old for old in candidates if self.same_arguments(old, node)]
                 self._match(min(exact or candidates, key=position.__getitem__), node)
+
+    def _spread_to_namesakes(self) -> None:
+        """Match nodes of equal names that compute the same.
+
+        Else another node that computes the same as well would take the place of one of them, which
+        would then take that of the next.
+        """
+        old = {node.name: node for node in self._open_before()}
+        for node in self._open_after():
+            namesake = old.get(node.name)
+            is_same = namesake is not None and _same_operator(namesake, node)
+            if is_same and self.same_arguments(namesake, node):
+                self._match(namesake, node)
 
     def _users_of_same(self, new: Node) -> list[Node]:
         """Return unmatched nodes of ``new``'s operator that may have the same first operand."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.fx import Graph
 
 from sp_compiler.graph_diff.diff import diff
+from tests.helpers.graph_builder import GraphBuilder, aten
 
 
 def _exported(norm: type[nn.Module], act: type[nn.Module]) -> Graph:
@@ -37,3 +40,35 @@ def test_neighbours() -> None:
         ("aten.layer_norm", "aten.rms_norm"),
         ("aten.gelu", "aten.silu"),
     ]
+
+
+def _with_twins(first: Any) -> Graph:
+    """An operator that may be equal to a later one, and what is computed from both."""
+    b = GraphBuilder()
+    x = b.input("x", 4)
+    y = b.call(first, x, name="first")
+    y = b.call(aten.mul.Tensor, b.call(aten.cos.default, y, name="of_first"), x, name="product")
+    twin = b.call(aten.exp.default, x, name="twin")
+    return b.output(y, b.call(aten.cos.default, twin, name="of_twin"))
+
+
+def test_what_becomes_equal_to_another_takes_no_match_from_it() -> None:
+    graphs = _with_twins(aten.sin.default), _with_twins(aten.exp.default)
+    for one, other in (graphs, graphs[::-1]):
+        result = diff(one, other)
+        assert {kind: n for kind, n in result.counts.items() if kind != "unchanged"} == {
+            "replaced": 1
+        }
+
+
+def test_names_do_not_outweigh_what_is_computed() -> None:
+    """Two operators that trade places are moved, although each then has the other's name."""
+
+    def graph(*numbers: int) -> Graph:
+        b = GraphBuilder()
+        x = b.input("x", 4)
+        sums = [b.call(aten.add.Tensor, x, n, name=f"add_{i}") for i, n in enumerate(numbers)]
+        return b.output(*sums)
+
+    # Replaced is the output alone, which returns them in another order.
+    assert diff(graph(1, 2), graph(2, 1)).counts == {"unchanged": 2, "moved": 1, "replaced": 1}

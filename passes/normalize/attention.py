@@ -179,7 +179,7 @@ class _Constants:
         """Return a tensor without numbers."""
         value = node.meta["val"]
         shape = evaluate(tuple(value.shape), self._binding)
-        return torch.empty((), dtype=value.dtype).expand(shape)
+        return torch.empty((), dtype=value.dtype, device="cpu").expand(shape)
 
     def _call(
         self, node: Node, args: Any, kwargs: Any, operands: Mapping[Node, Tensor | None]
@@ -224,7 +224,7 @@ def _kinds(rows: Tensor | None, first: int) -> set[str]:
             return set()
     num_rows = rows.shape[-2]
     # Left of this triangle are ones, on its right zeros.
-    triangle = torch.ones(num_rows, num_rows, dtype=torch.bool).tril()
+    triangle = torch.ones(num_rows, num_rows, dtype=torch.bool, device="cpu").tril()
     left, middle, right = allowed.tensor_split((first, first + num_rows), dim=-1)
     causal = bool(left.all()) and not bool(right.any())
     causal = causal and bool((middle == triangle[:, : middle.shape[-1]]).all())

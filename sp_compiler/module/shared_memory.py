@@ -75,7 +75,8 @@ def _common_elements(one: _Named, other: _Named) -> bool:
     if one.value.itemsize != other.value.itemsize:
         return True
     size = (max(one.stop, other.stop) - one.start) // one.value.itemsize
-    positions, taken = torch.arange(size), torch.zeros(size, dtype=torch.bool)
+    positions = torch.arange(size, device="cpu")
+    taken = torch.zeros(size, dtype=torch.bool, device="cpu")
 
     def elements(named: _Named) -> Tensor:
         offset = (named.start - one.start) // named.value.itemsize

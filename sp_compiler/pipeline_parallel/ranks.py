@@ -153,7 +153,9 @@ def _number(weight: Any) -> Tensor:
         ArgumentError: it is not one number.
     """
     if isinstance(weight, Tensor | float | int):
-        number = torch.as_tensor(weight, dtype=torch.float64)
+        if not isinstance(weight, Tensor):
+            weight = torch.tensor(weight, dtype=torch.float64, device="cpu")
+        number = weight.to(torch.float64)
         if number.numel() == 1:
             return number.detach().reshape(())
     what = (

@@ -236,4 +236,4 @@ def _flat(actions: Sequence[_Action | None]) -> list[_Action]:
 def numbers(microbatches: int) -> Tensor:
     """Return the input that torch's schedules split into microbatches: their numbers, by which a
     stage finds its inputs, its seed and the weight of its loss."""
-    return torch.arange(microbatches)
+    return torch.arange(microbatches, device="cpu")

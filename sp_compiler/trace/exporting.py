@@ -150,7 +150,7 @@ def kernel_eps(eps: float | None, dtype: torch.dtype) -> float:
     if dtype == torch.float64:
         return torch.finfo(dtype).eps if eps is None else eps
     single = torch.finfo(torch.float32).eps if eps is None else eps
-    return torch.tensor(single, dtype=torch.float32).item()
+    return torch.tensor(single, dtype=torch.float32, device="cpu").item()
 
 
 def refuse_text(leaves: Iterable[Any]) -> None:

@@ -90,7 +90,7 @@ def _numbers(compiled: CompiledProgram, tensors: Tensors, precision: Precision) 
                 own.params,
                 own.buffers,
                 own.inputs,
-                torch.tensor(_SEED),
+                torch.tensor(_SEED, device="cpu"),
                 output_grads,
                 precision.entered,
             )

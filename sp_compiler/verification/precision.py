@@ -178,7 +178,9 @@ class OtherRounding(TorchDispatchMode):
         if not (value.is_floating_point() or value.is_complex()):
             return value
         unit = torch.finfo(value.dtype).eps
-        noise = torch.rand(value.shape, generator=self._generator, dtype=torch.float32)
+        noise = torch.rand(
+            value.shape, generator=self._generator, dtype=torch.float32, device="cpu"
+        )
         factor = (1 + unit * (noise.double() - 0.5) * 2).to(value.device)
         moved = (value.to(widest(value.dtype)) * factor).to(value.dtype)
         # Whole numbers are exact (positions, masks, what was rounded down): moved by a unit they

@@ -44,7 +44,8 @@ def random_like(
         return torch.zeros(shape, dtype=value.dtype, device=device)
     # On the CPU, whatever the device: generators of two devices draw different numbers.
     size = math.prod(shape)
-    noise = torch.randn(min(size, _PERIOD), generator=generator, dtype=widest(value.dtype))
+    dtype_drawn = widest(value.dtype)
+    noise = torch.randn(min(size, _PERIOD), generator=generator, dtype=dtype_drawn, device="cpu")
     if spread != "any sign" and not noise.is_complex():
         noise = noise.abs()
     if spread == "fraction" and not noise.is_complex():
@@ -96,7 +97,7 @@ class Values:
     def of(self, ref: Ref) -> Any:
         """Return the value of ``ref``."""
         if ref.kind == "seed":
-            return torch.tensor(_SEED)
+            return torch.tensor(_SEED, device="cpu")
         if ref.kind == "size":
             return int(self._inputs[ref.index].shape[ref.output])
         if ref.kind == "call":

@@ -43,7 +43,7 @@ def simulated_ranks(world_size: int) -> Iterator[Communicator]:
         return
     # The rank is a tensor as well: a number would be the same in all of them, and every slice by it
     # that of rank 0.
-    rank = LocalTensor({index: torch.tensor(index) for index in range(world_size)})
+    rank = LocalTensor({index: torch.tensor(index, device="cpu") for index in range(world_size)})
     with SimulationMode(world_size):
         yield _SimulatedRanks(None, rank, world_size)
 

@@ -304,7 +304,7 @@ def run_flat(graph: Captured | Program, tensors: Tensors) -> ReferenceResult:
     """Return the results of an unsharded graph."""
     run: Any = run_program if isinstance(graph, Program) else run_captured
     result: ReferenceResult = run(
-        graph, tensors.params, tensors.buffers, tensors.inputs, torch.tensor(_SEED)
+        graph, tensors.params, tensors.buffers, tensors.inputs, torch.tensor(_SEED, device="cpu")
     )
     return result
 
@@ -362,7 +362,7 @@ def _simulated(stage: str, compiled: CompiledProgram, step: Step, true: Referenc
             tensors.params,
             tensors.buffers,
             tensors.inputs,
-            torch.tensor(_SEED),
+            torch.tensor(_SEED, device="cpu"),
             mode=true.precision.entered,
         )
     except Exception as error:  # whatever wrong code raises

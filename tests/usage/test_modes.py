@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import sp_compiler
 from sp_compiler import UnsupportedError
 from sp_compiler.runtime.recorder import Recorder
 from tests.helpers.users import (
@@ -239,3 +240,33 @@ def test_transforms_are_refused() -> None:
     (grad,) = torch.autograd.grad(loss(x), x, create_graph=True)
     with pytest.raises(UnsupportedError, match="use the original model"):
         grad.sum().backward()
+
+
+class Masked(nn.Module):
+    """Causal attention by a mask, and a position added, both made on the device of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 24, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        mask = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
+        x = x + torch.arange(length, device=x.device)[:, None]
+        heads = self.linear(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        q, k, v = heads.unbind()
+        return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def test_a_default_device_is_that_of_the_models_tensors_alone() -> None:
+    """As of a script that sets it to "cuda": what the compiler computes with stays on the CPU."""
+    eager = Masked()
+    module = compiled(lambda: copy.deepcopy(eager))
+    inputs = [torch.randn(2, length, 8, dtype=torch.float64) for length in (5, 6, 7)]
+    with torch.device("meta"):
+        for x in inputs:
+            for one in (eager, module):
+                one(x).sum().backward()
+            assert_same_gradients(module, eager)
+        assert sp_compiler.verify(eager, ((inputs[0],), {}), tp=2).ok
+    assert num_compiled(module) == 2

@@ -79,7 +79,7 @@ def _trace(parts: Partitioned, code: Any, world_size: int) -> str:
     mode = fake_mode_of(parts.forward)
     try:
         with mode, torch.no_grad():
-            tp = TracingRank(torch.zeros((), dtype=torch.int64), world_size)
+            tp = TracingRank(torch.zeros((), dtype=torch.int64, device="cpu"), world_size)
             _, saved = code.forward(tp, *_inputs(parts.forward))
             if parts.backward is not None:
                 code.backward(tp, saved, *_inputs(parts.backward)[len(saved) :])

@@ -334,14 +334,14 @@ def _another(change: Changed) -> Any:
     before = None if change.before is None else change.before.content
     if before is None:
         before = change.after.value if change.is_plain else None
-        return torch.zeros(()) if before is None else _another_plain(before)
+        return torch.zeros((), device="cpu") if before is None else _another_plain(before)
     if isinstance(before, Tensor):
         return None
     if isinstance(before, list):
-        return [*before, before[-1] if before else torch.zeros(())]
+        return [*before, before[-1] if before else torch.zeros((), device="cpu")]
     if isinstance(before, dict):
         other = copy.copy(before)
-        other[_MARK] = torch.zeros(())
+        other[_MARK] = torch.zeros((), device="cpu")
         return other
     return _another_plain(before) if isinstance(before, _PLAIN) else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -53,3 +54,9 @@ def test_autocast_is_named() -> None:
         cast = _key(model)
     assert differences(plain, cast, [""], ["weight", "bias"], str) == ["autocast cpu bfloat16"]
     assert differences(cast, plain, [""], ["weight", "bias"], str) == ["no autocast"]
+
+
+def test_a_default_dtype_is_named() -> None:
+    before = _key(nn.Linear(2, 2))
+    now = dataclasses.replace(before, default_dtype=torch.float64)
+    assert differences(before, now, [""], ["weight", "bias"], str) == ["default dtype float64"]

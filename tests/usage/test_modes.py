@@ -270,3 +270,27 @@ def test_a_default_device_is_that_of_the_models_tensors_alone() -> None:
             assert_same_gradients(module, eager)
         assert sp_compiler.verify(eager, ((inputs[0],), {}), tp=2).ok
     assert num_compiled(module) == 2
+
+
+class Scaled(nn.Module):
+    """Makes a number in the default dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * torch.full((8,), 0.1)
+
+
+def test_each_default_dtype_has_a_program() -> None:
+    eager = Scaled()
+    module = compiled(lambda: copy.deepcopy(eager))
+    x = torch.randn(2, 8, dtype=torch.float64)
+    try:
+        for dtype in (torch.float32, torch.float64, torch.float32):
+            torch.set_default_dtype(dtype)
+            torch.testing.assert_close(module(x), eager(x), rtol=1e-12, atol=0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert num_compiled(module) == 2

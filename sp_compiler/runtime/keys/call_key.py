@@ -92,6 +92,7 @@ class CallKey:
         attributes: those that the user set on the model's modules and that programs depend on, see
             :class:`~sp_compiler.runtime.keys.set_attributes.SetAttributes`.
         loss_only: whether the program returns nothing but the loss, as a step of a pipeline does.
+        default_dtype: of tensors that the forward makes without naming one.
         decisions: numbers that the forward reads from its inputs and buffers, with their lines.
 
     Grad mode is not part of it: a program is compiled with its backward, which is not recorded
@@ -105,6 +106,7 @@ class CallKey:
     structure: Any
     attributes: tuple[tuple[Attribute, Constant], ...] = ()
     loss_only: bool = False
+    default_dtype: torch.dtype = torch.float32
     decisions: tuple[str, ...] = ()
 
     def __hash__(self) -> int:
@@ -141,6 +143,7 @@ class CallKey:
             str(self.structure),
             self.attributes,
             self.loss_only,
+            self.default_dtype,
             self.decisions,
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()
@@ -160,6 +163,7 @@ class CallKey:
                 for name, value in self.attributes
             },
             "returns the loss only": str(self.loss_only),
+            "default dtype": str(self.default_dtype),
             "decisions": str(list(self.decisions)),
         }
 
@@ -199,6 +203,7 @@ def call_key(
         structure,
         attributes,
         loss_only,
+        torch.get_default_dtype(),
     )
 
 

@@ -38,6 +38,8 @@ def differences(
     changed += _of_attributes(old, new, before)
     if old.loss_only != new.loss_only:
         changed.append("the loss alone" if new.loss_only else "all outputs")
+    if old.default_dtype != new.default_dtype:
+        changed.append(f"default dtype {str(new.default_dtype).removeprefix('torch.')}")
     return changed
 
 

@@ -49,5 +49,9 @@ def user_line() -> str:
         frame = frame.f_back
     if frame is None:
         return ""
-    name, number = frame.f_code.co_filename, frame.f_lineno
-    return f"{os.path.basename(name)}:{number} {linecache.getline(name, number).strip()}"
+    return line_text(frame.f_code.co_filename, frame.f_lineno)
+
+
+def line_text(filename: str, number: int) -> str:
+    """Return a line as "file.py:12 code"."""
+    return f"{os.path.basename(filename)}:{number} {linecache.getline(filename, number).strip()}"

@@ -30,6 +30,7 @@ from sp_compiler.base.errors import CaptureError
 from sp_compiler.base.warn import user_line
 from sp_compiler.ir.program import Ref
 from sp_compiler.trace.attributes.changes import replaced_forward
+from sp_compiler.trace.foreign_random import drawing_from_torch
 from sp_compiler.trace.tracer_patches import (
     asked_by_model,
     inference_without_gradients,
@@ -144,7 +145,7 @@ def recorded_reads(model: nn.Module, leaves: Sequence[Any]) -> Iterator[Reads]:
     """
     reads = Reads()
     buffers, constants = dict(model.named_buffers()), _attributes(model)
-    forward = model.forward
+    forward = drawing_from_torch(model, model.forward)
 
     @functools.wraps(forward)
     def reading(*args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,107 @@
+"""Random numbers that a capture would make constants, and seeds that it would lose."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sp_compiler.base.errors import UnsupportedError
+from sp_compiler.trace.export import capture
+
+
+class Drawing(nn.Module):
+    """Scales by what ``draw`` returns; has generators of its own."""
+
+    def __init__(self, draw: Callable[[Drawing], float]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.own = random.Random(0)
+        self.of_numpy = np.random.default_rng(0)
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.draw(self)
+
+
+def _shuffled(model: Drawing) -> float:
+    numbers = [1.0, 2.0, 3.0]
+    random.shuffle(numbers)
+    return numbers[0]
+
+
+def _seeded(model: Drawing) -> float:
+    random.seed(3)
+    np.random.seed(4)
+    return random.random() + float(np.random.rand())
+
+
+def _put_back(model: Drawing) -> float:
+    state = random.getstate()
+    random.seed(3)
+    number = random.random()
+    random.setstate(state)
+    return number
+
+
+DRAWN: dict[str, tuple[Callable[[Drawing], float], str]] = {
+    "random": (lambda model: random.random(), "Python's random,.* lambda model: random.random()"),
+    "shuffle": (_shuffled, "Python's random,.* random.shuffle"),
+    "numpy": (lambda model: float(np.random.rand()), r"numpy\.random,.*float\(np"),
+    "its own": (lambda model: model.own.random(), r"Random own,.* model\.own\.random"),
+    "numpy, its own": (
+        lambda model: model.of_numpy.random(),
+        r"Generator of_numpy,.* model\.of_numpy\.random",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", DRAWN)
+def test_numbers_that_would_stay_the_same_are_refused_with_their_line(how: str) -> None:
+    draw, said = DRAWN[how]
+    with pytest.raises(UnsupportedError, match=f"the forward draws from {said}"):
+        capture(Drawing(draw), (torch.randn(2, 4),), {})
+
+
+@pytest.mark.parametrize("draw", [_seeded, _put_back, lambda model: random.Random(5).random()])
+def test_numbers_that_are_the_same_in_every_call_are_constants(
+    draw: Callable[[Drawing], float],
+) -> None:
+    model, x = Drawing(draw), torch.randn(2, 4)
+    number = draw(model)
+    graph = capture(model, (x,), {}).module.graph
+    assert number == draw(model)
+    assert str(number) in str(graph)
+
+
+SEEDING: dict[str, Callable[[], object]] = {
+    "manual_seed": lambda: torch.manual_seed(0),
+    "seed": lambda: torch.random.seed(),
+    "set_rng_state": lambda: torch.set_rng_state(torch.get_rng_state()),
+}
+
+
+@pytest.mark.parametrize("name", SEEDING)
+def test_seeds_of_torch_are_refused_with_their_line(name: str) -> None:
+    def draw(model: Drawing) -> float:
+        SEEDING[name]()
+        return 1.0
+
+    before = torch.get_rng_state()
+    with pytest.raises(UnsupportedError, match=rf"calls torch\.{name}, but .*test_foreign_random"):
+        capture(Drawing(draw), (torch.randn(2, 4),), {})
+    torch.set_rng_state(before)
+
+
+def test_torchs_own_code_may_set_seeds() -> None:
+    """A block of ``fork_rng`` ends with ``set_rng_state``."""
+
+    def draw(model: Drawing) -> float:
+        with torch.random.fork_rng():
+            return 2.0
+
+    capture(Drawing(draw), (torch.randn(2, 4),), {})

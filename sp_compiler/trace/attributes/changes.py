@@ -335,12 +335,14 @@ def _another(change: Changed) -> Any:
     if before is None:
         before = change.after.value if change.is_plain else None
         return torch.zeros((), device="cpu") if before is None else _another_plain(before)
-    if isinstance(before, Tensor):
-        return None
     if isinstance(before, list):
         return [*before, before[-1] if before else torch.zeros((), device="cpu")]
     if isinstance(before, dict):
-        other = copy.copy(before)
+        other, after = copy.copy(before), change.after.content
+        for key in before if isinstance(after, dict) else ():
+            # A number that the forward puts there it may have read there.
+            if isinstance(before[key], _PLAIN) and not _alike(before[key], after.get(key)):
+                other[key] = _another_plain(before[key])
         other[_MARK] = torch.zeros((), device="cpu")
         return other
     return _another_plain(before) if isinstance(before, _PLAIN) else None
@@ -369,12 +371,10 @@ def _can_return(leaves: list[Any]) -> bool:
 def _same(first: Any, second: Any) -> bool:
     """Return whether two states are equal, without operations on tensors, which are being
     traced."""
-    if first is second:
+    if _alike(first, second):
         return True
     if type(first) is not type(second):
         return False
-    if isinstance(first, _PLAIN):
-        return bool(first == second)
     if type(first) not in _CONTAINERS or len(first) != len(second):
         return False
     if isinstance(first, dict):

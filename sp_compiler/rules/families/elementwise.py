@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from sp_compiler.ir.fx import arguments, tensor_operands
+from sp_compiler.ir.fx import arguments, carries_gradient, tensor_operands
 from sp_compiler.rules.factors import (
     OpRule,
     broadcast,
@@ -49,11 +49,11 @@ def _linear_sets(node: Node, count: int) -> tuple[tuple[int, ...], ...]:
     if name in ("_conj", "complex"):
         return (tuple(range(count)),)
     if name == "copy":  # what is written over does not matter
-        return ((1,),) if node.meta["val"].dtype.is_floating_point else ()
+        return ((1,),) if carries_gradient(node.meta["val"]) else ()
     if name in _UNARY_LINEAR:
         # A cast to integers cuts off: the sum of such parts is another number.
         values = tensor_operands(node)[0].meta["val"], node.meta["val"]
-        return ((0,),) if all(value.dtype.is_floating_point for value in values) else ()
+        return ((0,),) if all(map(carries_gradient, values)) else ()
     return ()
 
 

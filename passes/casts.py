@@ -82,10 +82,8 @@ def _gather_behind(cast: Node) -> None:
     if not _gathers(source) or len(source.users) > 1:
         return
     shard = source.args[0]
-    layout = {key: value for key, value in cast.kwargs.items() if key == "memory_format"}
     with cast.graph.inserting_before(cast):
-        rest = {key: value for key, value in cast.kwargs.items() if key not in layout}
-        result = _call(cast, cast.target, (shard,), rest)
+        result = _call(cast, cast.target, (shard,), cast.kwargs)
         # The meta of the cast says where what is gathered lies.
         result.meta.pop("placement", None)
         if "placement" in shard.meta:
@@ -95,7 +93,7 @@ def _gather_behind(cast: Node) -> None:
             result = _call(call, call.target, (result, *call.args[1:]), call.kwargs)
         if not same_shape(result.meta["val"].stride(), cast.meta["val"].stride()):
             # What is a part, or expanded, the cast has put into one piece, which a view may need.
-            result = _call(cast, _aten.clone.default, (result,), layout)
+            result = _call(cast, _aten.clone.default, (result,), {})
     cast.replace_all_uses_with(result)
     for node in (cast, *views, source):
         node.graph.erase_node(node)

@@ -306,7 +306,9 @@ def _without_gradient(value: Any) -> tuple[Any, bool]:
 def _described(operand: Node) -> str:
     """All properties of ``operand`` that the result of a call on fakes depends on, as text."""
     fakes = [
-        (tuple(x.shape), x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else x
+        (tuple(x.shape), x.stride(), x.dtype, x.device, x.is_conj(), x.is_neg())
+        if isinstance(x, torch.Tensor)
+        else x
         for x in pytree.tree_leaves(operand.meta["val"])
     ]
     return f"<{fakes} {operand.meta['requires_grad']}>"

@@ -72,6 +72,7 @@ MENDED: dict[str, Callable[[Tensor], Tensor]] = {
     "broadcast_to": lambda x: torch.broadcast_to(x, (2, *x.shape)),
     "split into one part": lambda x: torch.cat(x.split(8, -1)),
     "cat with an empty vector": lambda x: torch.cat([x, x.new_zeros(0)], 1),
+    "marks of conjugates": lambda x: torch.fft.fft(x).conj().imag * torch.fft.ihfft(x, 14).real,
     "row of size 1": lambda x: x.sum(-1, keepdim=True).softmax(-1) * x[:, :, :1],
 }
 

@@ -54,12 +54,6 @@ def _of_a_part(x: Tensor, w: Tensor) -> Results:
     return (aten.view(_cast(aten.slice(_gathered(x), 1, 0, 3)), [24]).exp(),)
 
 
-def _into_a_layout(x: Tensor, w: Tensor) -> Results:
-    images = aten.view(_gathered(x), [2, 2, 2, 6])
-    last = {"dtype": torch.bfloat16, "memory_format": torch.channels_last}
-    return (aten._to_copy.default(images, **last).exp(),)
-
-
 def _two_gathers(x: Tensor, w: Tensor) -> Results:
     return _gathered(_cast(x)) @ w, _gathered(_cast(x)) @ w.t()
 
@@ -98,16 +92,6 @@ REWRITES: dict[str, tuple[Callable[..., Results], list[str]]] = {
             "clone = clone(slice_2)",
             "view = view(clone)",
             "exp = exp(view)",
-        ],
-    ),
-    "gathered into another layout": (
-        _into_a_layout,
-        [
-            "_to_copy_1 = _to_copy(x_1)",
-            "convert_1 = convert(_to_copy_1)",
-            "view_1 = view(convert_1)",
-            "clone = clone(view_1)",
-            "exp = exp(clone)",
         ],
     ),
     "two gathers": (

@@ -46,7 +46,7 @@ def _linear_sets(node: Node, count: int) -> tuple[tuple[int, ...], ...]:
         return ((0,),)
     if name == "where" and count == 3:
         return ((1, 2),)
-    if name in ("_conj", "complex"):
+    if name in ("_conj", "conj_physical", "complex"):
         return (tuple(range(count)),)
     if name == "copy":  # what is written over does not matter
         return ((1,),) if carries_gradient(node.meta["val"]) else ()
@@ -61,7 +61,7 @@ def _linear_sets(node: Node, count: int) -> tuple[tuple[int, ...], ...]:
 @rule(
     *("aten::clone", "aten::contiguous", "aten::_to_copy", "aten::to", "aten::where"),
     *("aten::native_dropout_backward", "aten::log_sigmoid", "aten::floor_divide", "aten::copy"),
-    *("aten::_conj", "aten::complex"),
+    *("aten::_conj", "aten::conj_physical", "aten::complex"),
 )
 def pointwise(node: Node) -> OpRule | None:
     shapes, results = operand_shapes(node), result_shapes(node)

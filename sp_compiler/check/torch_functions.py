@@ -60,8 +60,8 @@ def _public(node: Node) -> Function:
     name = node.target._schema.name.split("::")[1]
     for namespace in (torch, torch._C._nn, torch.Tensor):
         if (function := getattr(namespace, name, None)) is not None:
-            return function  # type: ignore[no-any-return]
-    return node.target  # type: ignore[return-value]
+            return function
+    return node.target
 
 
 def is_written_in_python(node: Node) -> bool:

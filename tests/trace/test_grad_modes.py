@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.trace.export import capture
 from sp_compiler.verification.reference import run_captured
 
@@ -62,6 +63,101 @@ def test_no_gradient_comes_from_inside_of_autocast(function: Function) -> None:
     captured, expected = _gradients(function)
     assert [grad is None for grad in captured] == [grad is None for grad in expected]
     torch.testing.assert_close(captured, expected, rtol=1e-6, atol=0)
+
+
+def _that_returns_itself(linear: nn.Module, x: Tensor) -> Tensor:
+    y = linear(x)
+    with torch.no_grad():
+        scale = torch.dropout(y.float().flatten(0, 0).contiguous(), 0.5, False).abs().amax()
+    return y / scale
+
+
+def _of_a_parameter(linear: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        norm = linear.weight.float().norm()
+    return linear(x) / norm
+
+
+def _and_of_its_views(linear: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = x.reshape(3, 4)
+    return linear(x) * y
+
+
+def _that_is_written_later(linear: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = torch.zeros_like(x)
+    y.copy_(linear(x))
+    return y
+
+
+def _that_writes_what_has_a_gradient(linear: nn.Module, x: Tensor) -> Tensor:
+    y, made = linear(x), torch.zeros_like(x)
+    with torch.no_grad():
+        made[:, 0] = y[:, 1]
+        with _bfloat16():
+            made.mul_(linear(x).float())
+    made[:, 1:] += y[:, 1:]
+    return made * y
+
+
+def _that_is_written_there(linear: nn.Module, x: Tensor) -> Tensor:
+    y = linear(x)
+    with torch.no_grad():
+        weights = y.float().softmax(-1)
+        weights[:, 0] = 1
+        weights.clamp_(0.1, 0.9)
+    y.div_(weights.sum())
+    return y * weights
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        _that_returns_itself,
+        _of_a_parameter,
+        _and_of_its_views,
+        _that_is_written_later,
+        _that_is_written_there,
+        _that_writes_what_has_a_gradient,
+    ],
+)
+def test_gradients_beside_a_part_without(function: Function) -> None:
+    captured, expected = _gradients(function)
+    torch.testing.assert_close(captured, expected, rtol=1e-6, atol=0)
+
+
+def _under_no_grad(y: Tensor) -> None:
+    with torch.no_grad():
+        y[:, 0] = 0
+
+
+def _under_autocast_too(y: Tensor) -> None:
+    with _bfloat16(), torch.no_grad():
+        y.sub_(y.amax())
+
+
+def _into_a_detached_view(y: Tensor) -> None:
+    y.detach()[0].mul_(2)
+
+
+@pytest.mark.parametrize("write", [_under_no_grad, _under_autocast_too, _into_a_detached_view])
+def test_writes_that_a_gradient_does_not_notice_are_refused(write: Callable[..., None]) -> None:
+    def function(linear: nn.Module, x: Tensor) -> Tensor:
+        y = linear(x)
+        write(y)
+        return y
+
+    with pytest.raises(
+        UnsupportedError, match=r"writes in place.*\(new - x\)\.detach\(\)"
+    ) as error:
+        _gradients(function)
+    assert "write(y)" in str(error.value) or "test_grad_modes.py" in str(error.value)
+
+
+def test_detaching_in_place_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"detach_\(\).* write x = x\.detach\(\)"):
+        _gradients(lambda linear, x: linear(x).mul(2).detach_() * x)
 
 
 def _read_by_nobody(linear: nn.Module, x: Tensor) -> Tensor:

@@ -141,7 +141,14 @@ def _into_a_detached_view(y: Tensor) -> None:
     y.detach()[0].mul_(2)
 
 
-@pytest.mark.parametrize("write", [_under_no_grad, _under_autocast_too, _into_a_detached_view])
+def _one_of_a_list(y: Tensor) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_([torch.ones_like(y), y], 2.0)
+
+
+@pytest.mark.parametrize(
+    "write", [_under_no_grad, _under_autocast_too, _into_a_detached_view, _one_of_a_list]
+)
 def test_writes_that_a_gradient_does_not_notice_are_refused(write: Callable[..., None]) -> None:
     def function(linear: nn.Module, x: Tensor) -> Tensor:
         y = linear(x)

@@ -34,6 +34,7 @@ from sp_compiler.trace.functionalize.hidden_writes import (
     refuse_hidden_writes,
     storages,
     writes,
+    written,
 )
 
 _aten = torch.ops.aten
@@ -164,8 +165,9 @@ def _detach_what_is_written(graph: Graph) -> None:
     """Detach what operators write into a tensor, which outside of the region may have a gradient
     later."""
     for node in filter(writes, list(graph.nodes)):
+        targets = written(node)
         for source in node.all_input_nodes:
-            if source is not node.args[0]:
+            if source not in targets:
                 detach, meta = _aten.detach.default, {"val": source.meta["val"]}
                 where: Any = {"like": node, "origin": Pass.EXPORT, "meta": meta}
                 with graph.inserting_before(node):

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.base.provenance import node_origin
-from sp_compiler.ir.fx import carries_gradient
+from sp_compiler.ir.fx import arguments, carries_gradient
 from sp_compiler.ir.op_traits import FILLED
 from sp_compiler.ir.symbolic import same_shape
 
@@ -51,6 +51,18 @@ def writes(node: Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
+def written(node: Node) -> list[Node]:
+    """Return the operands that a call of such an operator writes into: ``x`` of ``x.add_(y)``."""
+    given = arguments(node)
+    return [
+        source
+        for argument in node.target._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for source in pytree.tree_leaves(given.get(argument.name))
+        if isinstance(source, Node)
+    ]
+
+
 def storages(value: Any) -> list[StorageWeakRef]:
     """Return the storages of the tensors that a node returns: views have that of their base."""
     leaves = pytree.tree_leaves(value.meta.get("val")) if isinstance(value, Node) else []
@@ -65,7 +77,7 @@ def is_itself(node: Node) -> bool:
     """Return whether the operator has returned its operand, the same object: ``x.float()`` of
     float32, ``x.add_(y)``. What uses ``x`` afterwards is recorded as a user of this node."""
     if writes(node):
-        return storages(node) == storages(node.args[0])
+        return written(node) == [node.args[0]] and storages(node) == storages(node.args[0])
     if node.target not in _MAY_RETURN_ITSELF or not isinstance(node.args[0], Node):
         return False
     value, given = node.meta["val"], node.args[0].meta["val"]
@@ -141,13 +153,15 @@ class _Walk:
             raise UnsupportedError(f"{_DETACHES}{node_origin(node)}")
         own = set(storages(node))
         if writes(node):
-            target = sources[0]
-            own = set(storages(target))
-            if (own & self.with_gradient) - self.given and (not records or target in detached):
-                raise UnsupportedError(f"{_HIDDEN}{node_origin(node)}")
-            if has_gradient and records:
-                self.with_gradient |= own
-            return target in detached
+            targets = written(node)
+            for target in targets:
+                computed = set(storages(target)) - self.given
+                is_hidden = not records or target in detached
+                if is_hidden and not computed.isdisjoint(self.with_gradient):
+                    raise UnsupportedError(f"{_HIDDEN}{node_origin(node)}")
+                if has_gradient and records:
+                    self.with_gradient.update(storages(target))
+            return not detached.isdisjoint(targets)
         if is_itself(node):
             return node.args[0] in detached
         is_detached = not records or node.target in _WITHOUT_GRADIENT

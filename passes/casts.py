@@ -22,15 +22,19 @@ Mutates the graph. Reads ``meta["val"]``; new nodes take the meta of what they r
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping
 from typing import Any
 
+import torch
 from torch.fx import Graph, Node
 
 from sp_compiler.base.pass_report import Pass, report_of
 from sp_compiler.ir.op_traits import collective_of, is_name, is_narrowing_cast, is_returned
 from sp_compiler.ir.rewriting import fake_value, inherit, make_like, merge_equal
+from sp_compiler.ir.symbolic import same_shape
 from sp_compiler.trace.joint import JointGraph
+
+_aten = torch.ops.aten
 
 
 def share_casts(joint: JointGraph) -> None:
@@ -79,24 +83,28 @@ def _gather_behind(cast: Node) -> None:
         return
     shard = source.args[0]
     with cast.graph.inserting_before(cast):
-        placed = {key: shard.meta[key] for key in ("placement",) if key in shard.meta}
-        result = _call(cast, (shard,), **placed)
+        result = _call(cast, cast.target, (shard,), cast.kwargs)
+        # The meta of the cast says where what is gathered lies.
+        result.meta.pop("placement", None)
+        if "placement" in shard.meta:
+            result.meta["placement"] = shard.meta["placement"]
         inherit(result, shard)
         for call in (source, *reversed(views)):
-            result = _call(call, (result, *call.args[1:]))
+            result = _call(call, call.target, (result, *call.args[1:]), call.kwargs)
+        if not same_shape(result.meta["val"].stride(), cast.meta["val"].stride()):
+            # What is a part, or expanded, the cast has put into one piece, which a view may need.
+            result = _call(cast, _aten.clone.default, (result,), {})
     cast.replace_all_uses_with(result)
     for node in (cast, *views, source):
         node.graph.erase_node(node)
     report_of(Pass.SIMPLIFY).rewrote(kind="gather_behind_cast")
 
 
-def _call(like: Node, args: Sequence[Any], **changes: Any) -> Node:
-    """Add a call as ``like`` is, of other operands."""
-    val = fake_value(like.target, tuple(args), like.kwargs)
-    return make_like(
-        like.graph, like.target, tuple(args), like.kwargs,
-        like=like, origin=Pass.SIMPLIFY, name=like.name, val=val, **changes,
-    )  # fmt: skip
+def _call(like: Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Node:
+    """Add a call in place of ``like``."""
+    val, name = fake_value(target, args, kwargs), target.__name__.partition(".")[0]
+    meta: Any = {"like": like, "origin": Pass.SIMPLIFY, "name": name, "val": val}
+    return make_like(like.graph, target, args, kwargs, **meta)
 
 
 def _gathers(node: Node) -> bool:

@@ -100,6 +100,8 @@ def chains(joint: JointGraph, kind: Kind = "loss") -> list[Chain]:
         if chain is not None and chain.obstacle is not None:
             reason, at = chain.obstacle
             report_of(Pass.CHUNK).decline(at, reason)
+        elif chain is not None and any(not chain.dims.keys().isdisjoint(x.dims) for x in complete):
+            report_of(Pass.CHUNK).decline(node, "another product's chunks hold a part of its chain")
         elif chain is not None:
             complete.append(chain)
     return complete

@@ -58,6 +58,8 @@ _COPIES = (
     _aten.clone.default,
     _aten.contiguous.default,
     _aten.lift_fresh_copy.default,
+    _aten.resolve_conj.default,
+    _aten.resolve_neg.default,
 )
 
 

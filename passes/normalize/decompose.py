@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 
 from sp_compiler.base.pass_report import Pass
 from sp_compiler.ir.fx import arguments, calls, carries_gradient, is_call, shape_of
-from sp_compiler.ir.rewriting import insert_call, replace_call, replace_with
+from sp_compiler.ir.rewriting import insert_call, refake, replace_call, replace_with
 from sp_compiler.ir.symbolic import same_shape
 from sp_compiler.passes.normalize.cells import bilinear, gru_cell
 from sp_compiler.passes.normalize.einsum import contract
@@ -57,6 +57,8 @@ def canonical_operators(graph: Graph) -> None:
       and where backward sorts again another one may run (Inductor's, or that of a fallback)
     - operators with sparse gradients (``embedding(..., sparse=True)``) -> those with dense ones,
       which alone can be summed over ranks and be parts of a distributed parameter
+    - a tensor that is marked as conjugate or negative -> one that is, for the mark is lost between
+      ranks; ``ihfft`` -> ``rfft`` and its conjugate
     - a new tensor like an activation -> one of that size, which does not depend on the activation
     - a new tensor without a dtype -> one of the dtype that it had when captured
     """
@@ -65,6 +67,10 @@ def canonical_operators(graph: Graph) -> None:
         rewrite = _REWRITES.get(node.target) if node.op == "call_function" else None
         if rewrite is not None:
             rewrite(node)
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg()):
+            refake(node)  # a view of what was marked
     for node in calls(graph, *_WITH_SPARSE_GRADIENTS):
         _dense_gradient(node)
     # torch.get_default_dtype() may be another one when the program runs.
@@ -92,6 +98,27 @@ def _dense_gradient(node: Node) -> None:
         for name, value in zip(names, node.args, strict=False)  # the rest are defaults
     )
     node.kwargs = {name: value for name, value in node.kwargs.items() if name not in _SPARSE}
+
+
+def _conjugate(node: Node) -> None:
+    source = node.args[0]
+    assert isinstance(source, Node)
+    if is_call(source, _aten.conj_physical.default):
+        replace_with(node, source.args[0])
+    else:
+        replace_call(node, _aten.conj_physical.default, (source,), origin=_ORIGIN)
+
+
+def _negative(node: Node) -> None:
+    replace_call(node, _aten.neg.default, node.args[:1], origin=_ORIGIN)
+
+
+def _ihfft(node: Node) -> None:
+    given = arguments(node)
+    norm = {"forward": "backward", "ortho": "ortho"}.get(given["norm"], "forward")
+    args = given["self"], given["n"], given["dim"], norm
+    spectrum = insert_call(node, _aten.fft_rfft.default, args, origin=_ORIGIN)
+    replace_call(node, _aten.conj_physical.default, (spectrum,), origin=_ORIGIN)
 
 
 def _broadcast_to(node: Node) -> None:
@@ -335,6 +362,9 @@ _REWRITES: dict[object, Callable[[Node], None]] = {
         getattr(_aten, name).default: loss_of_elements
         for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy")
     },
+    _aten._conj.default: _conjugate,
+    _aten._neg_view.default: _negative,
+    _aten.fft_ihfft.default: _ihfft,
     _aten.type_as.default: _type_as,
     _aten.broadcast_to.default: _broadcast_to,
     _aten.broadcast_tensors.default: _broadcast_tensors,

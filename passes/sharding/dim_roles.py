@@ -133,15 +133,20 @@ def activate(
 
 def _activate_call(program: Program, call: Call, facts: dict[int, RegionValues]) -> bool:
     """Propagate activity through a call; return whether any value became active."""
-    active = facts[id(call.region)].active
+    active, has_changed = facts[id(call.region)].active, False
     before = len(active)
     for node, ref in zip(call.region.placeholders, call.args, strict=True):
         if ref.kind == "param" or (ref.kind == "input" and node.meta["requires_grad"]):
             active[node, 0] = None
         elif ref.kind == "call":
             producer = program.calls[ref.index].region
-            if value_of(producer.outputs[ref.output]) in facts[id(producer)].active:
+            value, made = value_of(producer.outputs[ref.output]), facts[id(producer)].active
+            if value in made:
                 active[node, 0] = None
+            # Of another call of the region: this one's value is placed with that one's.
+            elif (node, 0) in active:
+                made[value] = None
+                has_changed = True
     for node in operators(call.region):
         operands = tensor_operands(node)
         # Random numbers that are made by their place alone: a rank draws only its part.
@@ -155,7 +160,7 @@ def _activate_call(program: Program, call: Call, facts: dict[int, RegionValues])
                 for value in results_of(node)
                 if placed or carries_gradient(_fake(value))
             )
-    return len(active) != before
+    return has_changed or len(active) != before
 
 
 def is_elementwise(node: Node) -> bool:

@@ -27,7 +27,14 @@ from sp_compiler.base.placement import I, P, Placement, R, S, as_value
 from sp_compiler.check.derive import Results, declared_strategies, derive
 from sp_compiler.check.report import CheckReport
 from sp_compiler.check.shapes import global_shape
-from sp_compiler.check.torch_functions import RESHAPES, UNKNOWN_LINEAR, call, is_rewritten, reshape
+from sp_compiler.check.torch_functions import (
+    RESHAPES,
+    UNKNOWN_LINEAR,
+    call,
+    is_rewritten,
+    is_written_in_python,
+    reshape,
+)
 from sp_compiler.ir.fx import arguments, carries_gradient, placements_of, tensor_operands
 from sp_compiler.ir.op_traits import FILLED
 from sp_compiler.ir.program import Region
@@ -125,7 +132,9 @@ class _Checker:
             self._derive(node, f"spmd_types cannot type {node.target}: {error}")
         # The operator itself refuses: the shapes do not fit, whatever the types.
         except RuntimeError as error:
-            raise PlacementError(Pass.CHECK, self._refusal(node, error), node) from error
+            if not is_written_in_python(node):
+                raise PlacementError(Pass.CHECK, self._refusal(node, error), node) from error
+            self._derive(node, f"torch's function takes other arguments than {node.target}")
 
     def _run(self, node: Node) -> Any:
         placements = self._placements(node)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ UNKNOWN_LINEAR = frozenset(
     | {"aten::_unsafe_view", "aten::alias", "aten::lift_fresh_copy", "aten::slice"}
     | {"aten::gather", "aten::scatter", "aten::scatter_add", "aten::view_as_complex"}
     | {"aten::view_as_real", "aten::index_add", "aten::index_select", "aten::copy"}
-    | {"aten::_conj", "aten::complex"}
+    | {"aten::_conj", "aten::conj_physical", "aten::complex"}
 ) | {*TRANSFORMS, *PRIMITIVES}
 """Linear operators that ``spmd_types`` does not know to be linear: it refuses partial sums."""
 
@@ -50,12 +51,22 @@ def call(node: Node, values: dict[Node, Any]) -> Any:
     args, kwargs = tree_map_only(Node, values.__getitem__, (node.args, node.kwargs))
     if "device" in kwargs:  # a factory, which would allocate there
         kwargs = {**kwargs, "device": "meta"}
+    return _public(node)(*args, **kwargs)
+
+
+def _public(node: Node) -> Function:
+    """Return the public function of the operator's name; the operator, if there is none."""
     # spmd_types knows public functions; it does not look through an overload of ``torch.ops``.
+    name = node.target._schema.name.split("::")[1]
     for namespace in (torch, torch._C._nn, torch.Tensor):
-        function = getattr(namespace, name.split("::")[1], None)
-        if function is not None:
-            return function(*args, **kwargs)
-    return node.target(*args, **kwargs)
+        if (function := getattr(namespace, name, None)) is not None:
+            return function
+    return node.target
+
+
+def is_written_in_python(node: Node) -> bool:
+    """Return whether the public function may take other arguments than the operator (stft)."""
+    return isinstance(_public(node), FunctionType) and not is_rewritten(node)
 
 
 def _slice(

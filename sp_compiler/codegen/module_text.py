@@ -293,7 +293,7 @@ def _forward(partitioned: Partitioned, body: Body) -> str:
     lines = [
         "@staticmethod",
         *wrapped("def forward(", ["tp", *(names[node] for node in inputs)], "):"),
-        *indented(_device_line(statements, inputs, body.printer)),
+        *indented(_device_line(statements, inputs, body)),
         *indented(statements),
         *([""] if statements else []),
         *indented(wrapped("saved = (", saved, ")", as_tuple=True)),
@@ -330,7 +330,7 @@ def _backward(method: str, body: Body, given: Mapping[str, int], num_grads: int)
         num_grads = len(returned)
     grads, handed = returned[:num_grads], returned[num_grads:]
     statements = body.lines()
-    lines += indented(_device_line(statements, inputs, body.printer))
+    lines += indented(_device_line(statements, inputs, body))
     lines += indented(["", *statements, ""] if statements else [])
     end = ")"
     if method in _HANDED:
@@ -340,11 +340,15 @@ def _backward(method: str, body: Body, given: Mapping[str, int], num_grads: int)
     return "\n".join(lines)
 
 
-def _device_line(statements: Sequence[str], inputs: Sequence[Node], printer: Printer) -> list[str]:
+def _device_line(statements: Sequence[str], inputs: Sequence[Node], body: Body) -> list[str]:
+    if not any("device=device" in line for line in statements):
+        return []
     # Where the inputs are, not a device that was traced: the user may move the module.
-    tensors = [printer.names[node] for node in inputs if isinstance(node.meta["val"], Tensor)]
-    uses = any("device=device" in line for line in statements)
-    return [f"device = {tensors[0]}.device"] if uses and tensors else []
+    tensors = [body.printer.names[node] for node in inputs if isinstance(node.meta["val"], Tensor)]
+    if tensors:
+        return [f"device = {tensors[0]}.device"]
+    traced = next(node.kwargs["device"] for node in body.graph.nodes if "device" in node.kwargs)
+    return [f'device = torch.device("{traced}")']
 
 
 def wrapped(head: str, items: Sequence[str], tail: str, as_tuple: bool = False) -> list[str]:

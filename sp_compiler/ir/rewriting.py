@@ -70,7 +70,7 @@ def make_call(
         "source": like.meta.get("source", like.name),
     }
     if "val" not in node.meta:
-        node.meta["val"] = fake_value(target, args, kwargs or {})
+        node.meta["val"] = fake_value(target, args, kwargs or {}, like=like)
     return node
 
 
@@ -239,11 +239,14 @@ def running_fakes(mode: FakeTensorMode) -> Iterator[None]:
         yield
 
 
-def fake_value(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call ``target`` on the ``meta["val"]`` of its node arguments, without data."""
+def fake_value(
+    target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], like: Node | None = None
+) -> Any:
+    """Call ``target`` on the ``meta["val"]`` of its node arguments, without data; ``like``: a node
+    that has a value, for a call of no tensor."""
     # torch internals: detect_fake_mode. Values know their mode; a graph has no other place for it.
     args, kwargs = pytree.tree_map_only(Node, lambda node: node.meta["val"], (args, dict(kwargs)))
-    mode = detect_fake_mode((args, kwargs))
+    mode = detect_fake_mode((args, kwargs, None if like is None else like.meta.get("val")))
     if mode is None:  # no tensor among the arguments, or real ones
         return target(*args, **kwargs)
     with running_fakes(mode), torch.no_grad():
@@ -306,7 +309,9 @@ def _without_gradient(value: Any) -> tuple[Any, bool]:
 def _described(operand: Node) -> str:
     """All properties of ``operand`` that the result of a call on fakes depends on, as text."""
     fakes = [
-        (tuple(x.shape), x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else x
+        (tuple(x.shape), x.stride(), x.dtype, x.device, x.is_conj(), x.is_neg())
+        if isinstance(x, torch.Tensor)
+        else x
         for x in pytree.tree_leaves(operand.meta["val"])
     ]
     return f"<{fakes} {operand.meta['requires_grad']}>"

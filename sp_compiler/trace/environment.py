@@ -27,8 +27,8 @@ from sp_compiler.trace.attributes.changes import Settled
 from sp_compiler.trace.autograd_functions import FunctionCall, recorded_functions
 from sp_compiler.trace.decisions import Reads, is_data_dependent
 from sp_compiler.trace.tracer_patches import (
-    buffer_hooks_restored,
     fix_states_of_lstms,
+    grad_modes_found_under_autocast,
     plain_index_under_vmap,
 )
 
@@ -118,8 +118,8 @@ def export_context(
         stack.enter_context(_without_tensor_hooks())
         stack.enter_context(_integers_drawn_by_randint())
         stack.enter_context(_without_torch_warnings())
-        stack.enter_context(buffer_hooks_restored())
         stack.enter_context(plain_index_under_vmap())
+        stack.enter_context(grad_modes_found_under_autocast())
         if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
             message = "gradient checkpointing set on the model is ignored"
             _warn_once(model, f"{message}: recompute= of sp_compiler governs")

@@ -15,6 +15,7 @@ from torch.fx import Graph, GraphModule
 from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.ir.fx import arguments, calls
 from sp_compiler.ir.rewriting import fake_mode_of
+from sp_compiler.trace.attributes.buffers import set_buffers_written
 from sp_compiler.trace.attributes.changes import (
     Changes,
     Key,
@@ -48,6 +49,7 @@ class Export:
         functions: calls of autograd functions.
         reads: numbers that the forward reads from inputs and buffers.
         changes: attributes that the forward changed.
+        kept_buffers: those that the forward sets and a program cannot; by name, with the change.
         text: text of the exported graph.
     """
 
@@ -55,6 +57,7 @@ class Export:
     functions: list[FunctionCall]
     reads: Reads
     changes: Changes
+    kept_buffers: dict[str, str]
     text: str
 
 
@@ -87,6 +90,7 @@ class ExportRun:
             all_on_meta(self.model),
             export_context(self.model, use_cache=self.use_cache) as functions,
             watched_state(self.model) as changes,
+            set_buffers_written(self.model) as kept_buffers,
             recorded_reads(self.model, self.leaves) as reads,
         ):
             try:
@@ -98,6 +102,7 @@ class ExportRun:
                     strict=False,
                 )
                 text = str(exported.graph)
+                _name_all_users(exported.graph_module)
                 _unfreeze(exported.graph_module.graph)
                 _write_eps(exported.graph_module)
                 exported = functionalize(exported)
@@ -106,7 +111,7 @@ class ExportRun:
             except Exception as error:  # user code and export may raise anything
                 said = capture_error(self.model, error, reads)
                 raise said from error.with_traceback(users_frames(error.__traceback__))
-        return Export(exported, functions, reads, changes, text)
+        return Export(exported, functions, reads, changes, kept_buffers, text)
 
     def settled(self, first: Export) -> Settled:
         """Decide what happens to the attributes that the forward changed in ``first``; may warn."""
@@ -121,8 +126,19 @@ class ExportRun:
             return second.changes if second.text == first.text else None
 
         settled = settle(first.changes, repeat)
+        settled.lost.update(first.kept_buffers)
         warn_of_attributes(self.model, settled)
         return settled
+
+
+def _name_all_users(module: GraphModule) -> None:
+    """Complete the users of every node."""
+    # Where export inlines one of the graphs that it splits at autocast and no_grad, what this
+    # returns keeps the users outside of it alone.
+    for part in (each for each in module.modules() if isinstance(each, GraphModule)):
+        for node in part.graph.nodes:
+            for source in node.all_input_nodes:
+                source.users.setdefault(node)
 
 
 def _unfreeze(graph: Graph) -> None:

@@ -12,10 +12,12 @@ from unittest import mock
 
 import sympy
 import torch
+import torch._export.passes.replace_set_grad_with_hop_pass as grad_mode_regions
 from torch import Tensor
 from torch._decomp import decompositions
 from torch._dynamo import _trace_wrapped_higher_order_op
 from torch.autograd import grad_mode
+from torch.fx import Node
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.torch_version import TorchVersion
@@ -80,19 +82,25 @@ def plain_index_under_vmap() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def buffer_hooks_restored() -> Iterator[None]:
-    """Drop the hook on assignments to buffers that an export leaves behind when it fails.
+def grad_modes_found_under_autocast() -> Iterator[None]:
+    """Let export keep a ``no_grad`` inside of a region with autocast, which it would drop.
 
-    Up to PyTorch 2.12 it stays for the rest of the process, on all modules, and ``torch.compile``
-    breaks its graph at every assignment.
+    It splits the graph at changes of the mode, and enters the autocast again at the start of each
+    part, where it then looks for the change.
     """
-    hooks = torch.nn.modules.module._global_buffer_registration_hooks
-    known = dict(hooks)
-    try:
+
+    def changes_mode(node: Node, omit_if_same_with_ambient: bool = False) -> bool:
+        if node.op != "call_module":
+            return False
+        part = node.graph.owning_module.get_submodule(str(node.target))
+        # A part begins at a change, so there is no second one in it.
+        changes = part.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)
+        if not changes or not omit_if_same_with_ambient:
+            return bool(changes)
+        return bool(changes[0].args[0] != torch.is_grad_enabled())
+
+    with mock.patch.object(grad_mode_regions, "_is_set_grad_enabled_sub_mod", changes_mode):
         yield
-    finally:
-        hooks.clear()
-        hooks.update(known)
 
 
 @contextlib.contextmanager

@@ -38,6 +38,8 @@ from tests.models import zoo
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
+aten = torch.ops.aten
+
 POLICIES = ("selective", "full")
 SEQUENCE_PARALLEL = pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sp", "tp"])
 Mutation = Callable[[Node], object]
@@ -195,12 +197,21 @@ def test_a_refusal_names_operator_module_and_line(gpt2: Program) -> None:
         assert "S(0)" in text
 
 
-def test_types_an_operator_whose_torch_function_takes_other_arguments() -> None:
-    """``torch.tensordot`` takes both lists of dims as one argument."""
+def _product(x: Tensor) -> Tensor:
+    return torch.tensordot(x, x, dims=1)
 
-    def product(x: Tensor) -> Tensor:
-        return torch.tensordot(x, x, dims=1)
 
-    region = sharded(product, {"x": ((4, 4), "R")}, "R", "Product")
-    (trusted,) = check_forward(region, WORLD).trusted
-    assert trusted[0].target is torch.ops.aten.tensordot.default
+def _spectra(x: Tensor) -> Tensor:
+    window = torch.ones(4, dtype=x.dtype)
+    return torch.stft(x, 4, window=window, return_complex=True).abs()
+
+
+@pytest.mark.parametrize(
+    ("function", "operator"), [(_product, aten.tensordot.default), (_spectra, aten.stft.default)]
+)
+def test_types_an_operator_whose_torch_function_takes_other_arguments(
+    function: Callable[[Tensor], Tensor], operator: Callable[..., Tensor]
+) -> None:
+    """``torch.tensordot`` takes both lists of dims as one, ``torch.stft`` two more by position."""
+    region = sharded(function, {"x": ((8, 8), "R")}, "R", "Spectra")
+    assert operator in [node.target for node, _ in check_forward(region, WORLD).trusted]

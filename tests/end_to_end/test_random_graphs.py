@@ -72,6 +72,7 @@ MENDED: dict[str, Callable[[Tensor], Tensor]] = {
     "broadcast_to": lambda x: torch.broadcast_to(x, (2, *x.shape)),
     "split into one part": lambda x: torch.cat(x.split(8, -1)),
     "cat with an empty vector": lambda x: torch.cat([x, x.new_zeros(0)], 1),
+    "marks of conjugates": lambda x: torch.fft.fft(x).conj().imag * torch.fft.ihfft(x, 14).real,
     "row of size 1": lambda x: x.sum(-1, keepdim=True).softmax(-1) * x[:, :, :1],
 }
 
@@ -97,6 +98,47 @@ def test_mended(case: str) -> None:
         step = parity.simulate(found, compiled_at_random(found, seed, tp=2))
         assert parity.output_error(step, found) < _TOLERANCE
         assert parity.gradient_error(step.grads, found.grads) < _TOLERANCE
+
+
+class _Frozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, bias=False)
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)  # type: ignore[no-any-return]
+
+
+class _BehindNoParameter(nn.Module):
+    """Equal layers, the first of which reads what depends on no parameter."""
+
+    def __init__(self, start: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers, self.start = nn.ModuleList(_Frozen() for _ in range(2)), start
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = hidden = self.start(x)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return (hidden.sin() * self.head(first + x)).sum()
+
+
+STARTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "an input": lambda x: x,
+    "computed from an input": lambda x: x * 1.5,
+    "a constant": lambda x: torch.ones(2, 4, 8, dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_layers_behind_no_parameter(start: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, 8, dtype=torch.float64)
+    found = parity.make_case(_BehindNoParameter(STARTS[start]).double(), {"x": x})
+    for seed in range(3):
+        parity.assert_step(found, compiled_at_random(found, seed, tp=2), _TOLERANCE)
 
 
 @settings(_CALM, max_examples=15)

@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from sp_compiler.base.placement import Segmentation
-from sp_compiler.ir.fx import tensor_operands
+from sp_compiler.ir.fx import carries_gradient, tensor_operands
 from sp_compiler.ir.op_traits import FUSED_ATTENTION
 from sp_compiler.ir.program import RefKind, Region
 from sp_compiler.passes.normalize.negative_dims import make_dims_negative
@@ -151,11 +151,11 @@ def offered(whole: Whole, world_size: int) -> list[Strategy]:
     found += vocabulary_strategies(node, world_size, lambda dim: True)
     if whole.call.is_traced:
         found = [way for way in found if all(p.kind != "T" for p in way.operands)]
-    floating = [x.meta["val"].is_floating_point() for x in tensor_operands(node)]
+    of_numbers = [carries_gradient(x.meta["val"]) for x in tensor_operands(node)]
     return [
         way
         for way in dict.fromkeys(found)
-        if all(p.kind != "P" or f for p, f in zip(way.operands, floating, strict=True))
+        if all(p.kind != "P" or f for p, f in zip(way.operands, of_numbers, strict=True))
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 import sp_compiler
 from sp_compiler.compiler import build
 from sp_compiler.options import CompileOptions
+from tests.helpers import parity
 from tests.helpers.ranks import run_on_ranks
 
 
@@ -91,6 +93,40 @@ def test_on_one_device(num_ignored: int) -> None:
         assert got.grad is not None
         # The model casts its logits to float32.
         torch.testing.assert_close(got.grad, expected.grad, rtol=1e-5, atol=1e-8)
+
+
+class _TwoHeads(nn.Module):
+    """Two wide products whose results meet, as in a gate."""
+
+    def __init__(self, meet: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.value = nn.Linear(6, 12, bias=False)
+        self.gate = nn.Linear(6, 12, bias=False)
+        self.meet = meet
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.meet(self.value(x), self.gate(x).sin())
+
+
+def _squares(value: Tensor, gate: Tensor) -> Tensor:
+    return (value * gate).sum() + (value * gate).square().sum()
+
+
+def _own_and_common(value: Tensor, gate: Tensor) -> Tensor:
+    return (value * gate).sum() + gate.square().sum()
+
+
+def _rows(value: Tensor, gate: Tensor) -> Tensor:
+    value = value.exp()
+    return (value.sum(-1) * gate.sum(-1)).sum() + (value * gate).sum()
+
+
+@pytest.mark.parametrize("meet", [_squares, _own_and_common, _rows])
+def test_heads_that_meet_are_cut_once(meet: Callable[[Tensor, Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1, 4, 6, dtype=torch.float64)
+    found = parity.make_case(_TwoHeads(meet).double(), {"x": x})
+    parity.assert_parity(found, tp=1, loss_chunks=2)
 
 
 def test_the_plan_chooses_chunks_by_the_peak_on_one_device() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sp_compiler.base.errors import PlacementError
-from sp_compiler.base.placement import S, T
+from sp_compiler.base.placement import P, S, T
 from sp_compiler.rules.factors import Dims, Factor, OpRule
 from sp_compiler.rules.families.elementwise import pointwise
 from sp_compiler.rules.registry import ROWS, Row
@@ -95,6 +95,28 @@ def test_every_kind_of_placement_is_offered() -> None:
     assert check_all(aten.add.Tensor, 2, 6) == {"R", "I", "P", "S", "T"}
     assert check_all(aten.linear.default, 2, 6) == {"R", "I", "P", "S", "T"}
     assert check_all(aten._softmax_backward_data.default, 2, 6) == {"R", "I", "P", "S"}
+
+
+_INDEX = torch.tensor([[0, 1]])
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "is_linear"),
+    [
+        (aten.clone.default, (torch.randn(2, 2, dtype=torch.complex128),), True),
+        (aten._to_copy.default, (torch.ones(2, 2, dtype=torch.int64),), False),
+        (aten.scatter.value, (torch.randn(2, 2).double(), 0, _INDEX, 0.0), True),
+        (aten.scatter.value, (torch.randn(2, 2).double(), 0, _INDEX, 0.5), False),
+    ],
+)
+def test_what_partial_sums_pass_through(
+    target: Any, args: tuple[Any, ...], is_linear: bool
+) -> None:
+    whole = Whole.of(Call(target, args, {}))
+    ways = [strategy for strategy in offered(whole, 2) if strategy.operands[0] == P]
+    assert bool(ways) == is_linear
+    for way in ways:
+        check(whole, way, 2)
 
 
 def test_an_unbind_leaves_every_other_dim_to_be_sharded() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -68,7 +69,7 @@ class OfInstances(Normalised):
         return self.second(torch.relu(y)).square().mean()
 
 
-def _build(kind: type[nn.Module]) -> nn.Module:
+def _build(kind: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return kind().double()
 
@@ -113,3 +114,89 @@ def test_mutation_without_gradients() -> None:
         module(batch(6))
         module(batch(6))
     assert module.steps.item() == 2
+
+
+class _Setting(nn.Module):
+    """Exchanges its buffers in forward, by one of the functions below."""
+
+    def __init__(self, change: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        # In front of the others, which it moves for who counts buffers by their names.
+        self.register_buffer("none", None)
+        self.register_buffer("total", torch.ones(8))
+        self.register_buffer("other", torch.zeros(8))
+        self.change = change
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.linear(x)
+        before = self.change(self, y.detach().mean(0))
+        return y * self.total + self.other, before
+
+
+class _Nested(nn.Module):
+    def __init__(self, change: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Setting(change) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Any:
+        x, first = self.layers[0](x)
+        x, second = self.layers[1](x)
+        return x, [first, second]
+
+
+def _set_twice(module: Any, mean: Tensor) -> None:
+    module.total = module.total + mean
+    module.total.mul_(0.5)
+    module.total = module.total * 2
+
+
+def _exchange(module: Any, mean: Tensor) -> None:
+    module.total, module.other = module.other, module.total
+    module.total.add_(mean)
+
+
+def _return_the_old_one(module: Any, mean: Tensor) -> Tensor:
+    before = module.total
+    module.total = mean + module.total
+    part: Tensor = before[1:]
+    return part
+
+
+@pytest.mark.parametrize("kind", [_Setting, _Nested])
+@pytest.mark.parametrize("change", [_set_twice, _exchange, _return_the_old_one])
+def test_buffers_that_forward_sets(kind: Any, change: Callable[[Any, Tensor], Any]) -> None:
+    module: Any = compiled(lambda: _build(lambda: kind(change)))
+    model: Any = _build(lambda: kind(change))
+    for seed in range(3):
+        x = batch(6, seed=seed)
+        torch.testing.assert_close(module(x), model(x), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        dict(module.state_dict()), dict(model.state_dict()), rtol=1e-12, atol=0
+    )
+
+
+def _grow(module: Any, mean: Tensor) -> None:
+    module.other = torch.cat([module.other, mean])[-9:]
+    module.none = mean
+    module.other = module.other[1:].float()
+
+
+@pytest.mark.parametrize("kind", [_Setting, _Nested])
+def test_a_buffer_that_changes_its_kind_stays_and_a_warning_says_so(kind: Any) -> None:
+    module: Any = compiled(lambda: _build(lambda: kind(_grow)))
+    model: Any = _build(lambda: kind(_grow))
+    x = batch(6)
+    said = r"other \(float64 \[8\] on cpu -> float32 \[8\] on cpu\)"
+    with pytest.warns(UserWarning, match=said) as caught:
+        first = module(x)
+    assert "none (None -> float64 [8] on cpu)" in str(caught[0].message)
+    torch.testing.assert_close(first, model(x), rtol=1e-12, atol=0)
+    torch.testing.assert_close(module(x), first, rtol=1e-12, atol=0)
+
+
+def test_a_buffer_of_two_modules_that_each_of_them_sets() -> None:
+    model: Any = _build(lambda: _Nested(_set_twice))
+    model.layers[1].total = model.layers[0].total
+    with pytest.warns(UserWarning, match=r"layers\.0\.total \(no longer shared\)"):
+        compiled(lambda: model)(batch(6))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from sp_compiler.ir.fx import arguments, tensor_operands
+from sp_compiler.ir.fx import arguments, carries_gradient, tensor_operands
 from sp_compiler.rules.factors import (
     OpRule,
     broadcast,
@@ -46,14 +46,14 @@ def _linear_sets(node: Node, count: int) -> tuple[tuple[int, ...], ...]:
         return ((0,),)
     if name == "where" and count == 3:
         return ((1, 2),)
-    if name in ("_conj", "complex"):
+    if name in ("_conj", "conj_physical", "complex"):
         return (tuple(range(count)),)
     if name == "copy":  # what is written over does not matter
-        return ((1,),) if node.meta["val"].dtype.is_floating_point else ()
+        return ((1,),) if carries_gradient(node.meta["val"]) else ()
     if name in _UNARY_LINEAR:
         # A cast to integers cuts off: the sum of such parts is another number.
         values = tensor_operands(node)[0].meta["val"], node.meta["val"]
-        return ((0,),) if all(value.dtype.is_floating_point for value in values) else ()
+        return ((0,),) if all(map(carries_gradient, values)) else ()
     return ()
 
 
@@ -61,7 +61,7 @@ def _linear_sets(node: Node, count: int) -> tuple[tuple[int, ...], ...]:
 @rule(
     *("aten::clone", "aten::contiguous", "aten::_to_copy", "aten::to", "aten::where"),
     *("aten::native_dropout_backward", "aten::log_sigmoid", "aten::floor_divide", "aten::copy"),
-    *("aten::_conj", "aten::complex"),
+    *("aten::_conj", "aten::conj_physical", "aten::complex"),
 )
 def pointwise(node: Node) -> OpRule | None:
     shapes, results = operand_shapes(node), result_shapes(node)

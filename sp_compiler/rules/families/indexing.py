@@ -136,8 +136,11 @@ def _scatter(node: Node) -> OpRule:
     shape, index, *source = operand_shapes(node)
     target, part = _aligned(shape, index, positive_dim(arguments(node)["dim"], len(shape)))
     same = [part if shape == index else private(shape, "s") for shape in source]
-    # A number that is put in would be put in by each rank.
-    linear = ((0, 2),) if source and "reduce" not in arguments(node) else ()
+    given = arguments(node)
+    linear: tuple[tuple[int, ...], ...] = ()
+    if "reduce" not in given:
+        # A number that is put in would be put in by each rank, but zeros add up to zero.
+        linear = ((0, 2),) if source else FIRST_OPERAND if given["value"] == 0 else ()
     return OpRule((target, part, *same), (target,), linear=linear)
 
 

@@ -85,6 +85,7 @@ def _autograd_function(draw: Draw) -> Args:
 SAMPLES: dict[str, Sample] = {
     "aten.masked_fill.Tensor": _masked_fill,
     "aten::_conj": _complex_numbers,
+    "aten::conj_physical": _complex_numbers,
     **_loss_samples(),
     "aten::log_sigmoid_backward": _log_sigmoid_backward,
     "sp_compiler_function::apply": _autograd_function,

@@ -24,6 +24,10 @@ def _written(x: Tensor) -> Tensor:
     return y
 
 
+def _spectrum(x: Tensor) -> Tensor:
+    return torch.fft.fft(x)
+
+
 _CASES: list[tuple[Callable[[Tensor], Any], set[str]]] = [
     (lambda x: x.t() * 2, {"transpose.int", "mul.Tensor"}),
     (lambda x: x.type_as(x) * 2, {"mul.Tensor"}),
@@ -35,6 +39,17 @@ _CASES: list[tuple[Callable[[Tensor], Any], set[str]]] = [
     (lambda x: x[:, 2::2], {"slice.Tensor"}),  # not all of it
     (lambda x: x.repeat(3, 1, 2), {"reshape", "expand"}),
     (lambda x: x.repeat_interleave(2, dim=0), {"reshape", "expand"}),
+    (lambda x: _spectrum(x).conj().imag, {"fft_fft", "view_as_real", "neg", "select.int"}),
+    (lambda x: _spectrum(x).conj().real, {"fft_fft", "view_as_real", "select.int"}),
+    (
+        lambda x: torch.view_as_real(_spectrum(x).conj().flatten().resolve_conj()),
+        {"fft_fft", "conj_physical", "reshape", "view_as_real"},
+    ),
+    (lambda x: torch.fft.ihfft(x, norm="ortho").real, {"fft_rfft", "view_as_real", "select.int"}),
+    (
+        lambda x: torch.view_as_real(torch.fft.ihfft(x).resolve_conj()),
+        {"fft_rfft", "conj_physical", "view_as_real"},
+    ),
     (_written, {"zeros", "slice.Tensor", "slice_scatter", "full", "expand"}),
     (lambda x: torch.ops.aten.fill(x * 1, 3.0) + x, {"mul.Tensor", "full", "add.Tensor"}),
 ]

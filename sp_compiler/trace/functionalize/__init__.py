@@ -23,11 +23,19 @@ from torch.export.graph_signature import OutputKind
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from sp_compiler.base.pass_report import Pass
 from sp_compiler.ir.fx import calls, output_node
 from sp_compiler.ir.rewriting import fake_mode_of, inherit, make_call
+from sp_compiler.trace.functionalize.hidden_writes import (
+    is_itself,
+    refuse_hidden_writes,
+    storages,
+    writes,
+    written,
+)
 
 _aten = torch.ops.aten
 _SET_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
@@ -42,9 +50,15 @@ def functionalize(exported: ExportedProgram) -> ExportedProgram:
 
     Values computed under ``no_grad`` are detached. Nodes keep the module and source line of the
     user's model.
+
+    Raises:
+        UnsupportedError: a write that its tensor's gradient would not notice.
     """
     module = exported.graph_module
-    _prepare_subgraphs(module)
+    is_written = any(map(writes, _nodes(module)))
+    if is_written:
+        refuse_hidden_writes(module)
+    _prepare_subgraphs(module, is_written)
     # torch internals: _is_any_autocast_enabled. Under autocast composites cast inside, which only
     # another trace records.
     if torch._C._is_any_autocast_enabled() or not all(map(_is_simple, _nodes(module))):
@@ -124,36 +138,108 @@ def _body(module: GraphModule, node: Node) -> GraphModule:
     return body
 
 
-def _prepare_subgraphs(module: GraphModule) -> None:
+def _prepare_subgraphs(module: GraphModule, is_written: bool, records: bool = True) -> None:
     """Prepare grad-mode and autocast regions for inlining without a change of meaning.
 
     ``run_decompositions`` calls the body; it is interpreted node by node, so that the nodes keep
     the module and source line of the user's model.
+
+    Args:
+        is_written: whether something is written in place, in any region.
+        records: whether gradients are recorded where ``module`` runs.
     """
+    if is_written and not records:
+        _detach_what_is_written(module.graph)
     for node in calls(module.graph, _SET_GRAD, _AUTOCAST):
         body = _body(module, node)
-        _prepare_subgraphs(body)
+        inside = bool(node.args[0]) if node.target is _SET_GRAD else records
+        _prepare_subgraphs(body, is_written, inside)
         if node.target is _SET_GRAD and node.args[0] is False:
-            _detach_outputs(body, node)
+            _detach_outputs(body, _detach_new_values(body) if is_written else set())
         # torch internals: GraphModule.forward of an exported subgraph, on the instance. A generated
         # forward is one frame, and run_decompositions would lose the provenance of its nodes.
         body.forward = Interpreter(body).run
 
 
-def _detach_outputs(body: GraphModule, region: Node) -> None:
-    """Detach the results of a ``no_grad`` region, which is all that is left of it when inlined."""
+def _detach_what_is_written(graph: Graph) -> None:
+    """Detach what operators write into a tensor, which outside of the region may have a gradient
+    later."""
+    for node in filter(writes, list(graph.nodes)):
+        targets = written(node)
+        for source in node.all_input_nodes:
+            if source not in targets:
+                detach, meta = _aten.detach.default, {"val": source.meta["val"]}
+                where: Any = {"like": node, "origin": Pass.EXPORT, "meta": meta}
+                with graph.inserting_before(node):
+                    node.replace_input_with(source, make_call(graph, detach, (source,), **where))
+
+
+def _detach_new_values(body: GraphModule) -> set[StorageWeakRef]:
+    """Detach what a ``no_grad`` region makes and returns where it is made, by a copy.
+
+    Later writes may bring it a gradient, which would not flow through a detached view. Returns the
+    storages of what is detached.
+    """
+    new: set[StorageWeakRef] = set()
+    returned = {storage for value in output_node(body.graph).args[0] for storage in storages(value)}
+    for node in list(body.graph.nodes):
+        # The first node of a storage is the one that makes it; others are views, or write to it.
+        own = returned.intersection(storages(node))
+        if node.op == "output" or not own or not isinstance(node.meta["val"], Tensor):
+            continue
+        returned -= own
+        if node.op == "placeholder":
+            continue
+        new |= own
+        detach = _detached(body.graph, node)
+        with body.graph.inserting_after(detach):
+            copy = make_call(
+                body.graph, _aten.clone.default, (detach,), like=node, origin=Pass.EXPORT,
+                meta={"val": node.meta["val"]},
+            )  # fmt: skip
+        node.replace_all_uses_with(copy, lambda user, detach=detach: user is not detach)
+    return new
+
+
+def _detach_outputs(body: GraphModule, detached: set[StorageWeakRef]) -> None:
+    """Detach the results of a ``no_grad`` region, which is all that is left of it when inlined.
+
+    Not those in storages that are ``detached`` already, nor a tensor that the region was given.
+    """
     output, results = output_node(body.graph), []
     for value in output.args[0]:
-        if isinstance(value, Node):
-            like = value if "nn_module_stack" in value.meta else region  # placeholders have none
-            detach, meta = _aten.detach.default, {"val": value.meta["val"]}
-            with body.graph.inserting_before(output):
-                value = make_call(
-                    body.graph, detach, (value,), like=like, origin=Pass.EXPORT, meta=meta
-                )
+        value = _same_object(body, value)
+        is_made = isinstance(value, Node) and value.op != "placeholder"
+        if is_made and detached.isdisjoint(storages(value)):
+            value = _detached(body.graph, value)
         results.append(value)
     output.args = (tuple(results),)
     body.recompile()
+
+
+def _same_object(module: GraphModule, value: Any) -> Any:
+    """Return the first node that is the same tensor object as ``value``, also through regions."""
+    while isinstance(value, Node):
+        region = value.args[0] if value.target is operator.getitem else None
+        if is_itself(value):
+            value = value.args[0]
+        elif isinstance(region, Node) and region.target in (_SET_GRAD, _AUTOCAST):
+            body = _body(module, region)
+            inputs = body.graph.find_nodes(op="placeholder")
+            result = _same_object(body, output_node(body.graph).args[0][value.args[1]])
+            if result not in inputs:
+                return value
+            value = region.args[len(region.args) - len(inputs) + inputs.index(result)]
+        else:
+            return value
+    return value
+
+
+def _detached(graph: Graph, value: Node) -> Node:
+    """Insert a detach behind ``value``, which stays in use."""
+    detach, meta = _aten.detach.default, {"val": value.meta["val"]}
+    with graph.inserting_after(value):
+        return make_call(graph, detach, (value,), like=value, origin=Pass.EXPORT, meta=meta)
 
 
 # The way without another trace.

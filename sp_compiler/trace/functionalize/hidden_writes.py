@@ -1,0 +1,183 @@
+"""Writes in place that autograd does not record, into tensors whose gradient it does.
+
+::
+
+    h = linear(x)                    d = h.detach()
+    with torch.no_grad():            d.mul_(2)
+        h.mul_(2)
+
+Eager code goes on with the new numbers and the gradient of the old ones, as if nothing had been
+written. In a functional graph the new value is another one, which is detached: gradients that eager
+code has would be lost without a word.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+
+from sp_compiler.base.errors import UnsupportedError
+from sp_compiler.base.provenance import node_origin
+from sp_compiler.ir.fx import arguments, carries_gradient
+from sp_compiler.ir.op_traits import FILLED
+from sp_compiler.ir.symbolic import same_shape
+
+_aten = torch.ops.aten
+_MAY_RETURN_ITSELF = frozenset(
+    overload
+    for packet in (
+        *(_aten.to, _aten.contiguous, _aten.type_as, _aten.flatten, _aten.positive),
+        *(_aten.dropout, _aten.alpha_dropout, _aten.feature_dropout, _aten.feature_alpha_dropout),
+        *(_aten.atleast_1d, _aten.atleast_2d, _aten.atleast_3d, _aten.real, _aten.conj),
+        *(_aten.resolve_conj, _aten.resolve_neg),
+    )
+    for overload in (getattr(packet, name) for name in packet.overloads())
+)
+_WITHOUT_GRADIENT = frozenset(
+    {_aten.detach.default, _aten.empty_like.default, _aten.new_empty.default, *FILLED}
+    | {_aten.rand_like.default, _aten.randn_like.default}
+)
+_SET_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
+_AUTOCAST = torch.ops.higher_order.wrap_with_autocast
+
+
+def writes(node: Node) -> bool:
+    """Return whether the operator writes in place, by its schema."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def written(node: Node) -> list[Node]:
+    """Return the operands that a call of such an operator writes into: ``x`` of ``x.add_(y)``."""
+    given = arguments(node)
+    return [
+        source
+        for argument in node.target._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for source in pytree.tree_leaves(given.get(argument.name))
+        if isinstance(source, Node)
+    ]
+
+
+def storages(value: Any) -> list[StorageWeakRef]:
+    """Return the storages of the tensors that a node returns: views have that of their base."""
+    leaves = pytree.tree_leaves(value.meta.get("val")) if isinstance(value, Node) else []
+    return [
+        StorageWeakRef(leaf.untyped_storage())
+        for leaf in leaves
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided
+    ]
+
+
+def is_itself(node: Node) -> bool:
+    """Return whether the operator has returned its operand, the same object: ``x.float()`` of
+    float32, ``x.add_(y)``. What uses ``x`` afterwards is recorded as a user of this node."""
+    if writes(node):
+        return written(node) == [node.args[0]] and storages(node) == storages(node.args[0])
+    if node.target not in _MAY_RETURN_ITSELF or not isinstance(node.args[0], Node):
+        return False
+    value, given = node.meta["val"], node.args[0].meta["val"]
+    if not isinstance(value, Tensor) or storages(node) != storages(node.args[0]):
+        return False
+    return same_shape(value.shape, given.shape) and same_shape(value.stride(), given.stride())
+
+
+def refuse_hidden_writes(module: GraphModule) -> None:
+    """Raise an error for such a write in a graph of ``torch.export``, or in one of its regions.
+
+    Raises:
+        UnsupportedError: with the line of the write.
+    """
+    walk = _Walk()
+    for node in module.graph.find_nodes(op="placeholder"):
+        walk.given.update(storages(node))
+        value = node.meta["val"]
+        if isinstance(value, Tensor) and value.requires_grad:
+            walk.with_gradient.update(storages(node))
+    walk.run(module, records=True, detached=[])
+
+
+class _Walk:
+    """One pass over the nodes of a graph and its regions, in the order in which they run.
+
+    Attributes:
+        given: storages of parameters, buffers and inputs: of these, export itself refuses writes,
+            but for buffers, through which no gradient flows from one call to the next.
+        with_gradient: storages of tensors with a gradient.
+    """
+
+    def __init__(self) -> None:
+        self.given: set[StorageWeakRef] = set()
+        self.with_gradient: set[StorageWeakRef] = set()
+
+    def run(self, module: GraphModule, *, records: bool, detached: list[bool]) -> list[bool]:
+        """Return which results are detached views, of inputs of which some are ``detached``."""
+        given, known = iter(detached), dict[Node, bool]()
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                known[node] = next(given, False)
+            elif node.op == "output":
+                return [known.get(value, False) for value in node.args[0]]
+            elif node.target in (_SET_GRAD, _AUTOCAST):
+                self._region(module, node, records, known)
+            elif node.op == "call_function" and node not in known:
+                known[node] = self._call(node, records, known)
+        return []
+
+    def _region(
+        self, module: GraphModule, node: Node, records: bool, known: dict[Node, bool]
+    ) -> None:
+        (body,) = [arg for arg in node.args if isinstance(arg, Node) and arg.op == "get_attr"]
+        graph = module.get_submodule(str(body.target))
+        assert isinstance(graph, GraphModule)
+        given = [known.get(arg, False) for arg in node.args[node.args.index(body) + 1 :]]
+        if node.target is _SET_GRAD:
+            records = bool(node.args[0])
+        results = self.run(graph, records=records, detached=given)
+        for user in node.users:
+            known[user] = results[user.args[1]]
+
+    def _call(self, node: Node, records: bool, known: dict[Node, bool]) -> bool:
+        """Return whether the result is a detached view."""
+        sources = [source for source in node.all_input_nodes if storages(source)]
+        detached = {source for source in sources if known.get(source, False)}
+        has_gradient = any(
+            source not in detached and not self.with_gradient.isdisjoint(storages(source))
+            for source in sources
+        )
+        if node.target is _aten.detach_.default and has_gradient:
+            raise UnsupportedError(f"{_DETACHES}{node_origin(node)}")
+        own = set(storages(node))
+        if writes(node):
+            targets = written(node)
+            for target in targets:
+                computed = set(storages(target)) - self.given
+                is_hidden = not records or target in detached
+                if is_hidden and not computed.isdisjoint(self.with_gradient):
+                    raise UnsupportedError(f"{_HIDDEN}{node_origin(node)}")
+                if has_gradient and records:
+                    self.with_gradient.update(storages(target))
+            return not detached.isdisjoint(targets)
+        if is_itself(node):
+            return node.args[0] in detached
+        is_detached = not records or node.target in _WITHOUT_GRADIENT
+        aliased = {source for source in sources if own.intersection(storages(source))}
+        if aliased:
+            return is_detached or not aliased.isdisjoint(detached)
+        values = pytree.tree_leaves(node.meta.get("val"))
+        numbers = any(isinstance(value, Tensor) and carries_gradient(value) for value in values)
+        if has_gradient and numbers and not is_detached:
+            self.with_gradient |= own
+        return False
+
+
+_DETACHES = "the forward calls detach_(), which a graph cannot express; write x = x.detach()\n"
+_HIDDEN = (
+    "the forward writes in place, without recording it (under torch.no_grad(), or into a detached "
+    "view), into a tensor that has a gradient, which a graph would lose: write "
+    "y = x + (new - x).detach() instead, or x = new.detach() if no gradient is to flow\n"
+)

@@ -26,8 +26,8 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from sp_compiler.base.pass_report import Pass
-from sp_compiler.ir.fx import calls, output_node
-from sp_compiler.ir.rewriting import fake_mode_of, inherit, make_call
+from sp_compiler.ir.fx import calls, is_call, output_node
+from sp_compiler.ir.rewriting import fake_mode_of, inherit, make_call, running_fakes
 
 _aten = torch.ops.aten
 _SET_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
@@ -91,17 +91,23 @@ def _nodes(module: GraphModule) -> Iterator[Node]:
 def _is_simple(node: Node) -> bool:
     """Return whether the node writes nothing in place and its value consists of plain tensors of
     fixed size."""
-    for leaf in pytree.tree_leaves(node.meta.get("val")):
-        if isinstance(leaf, Tensor):
-            if type(leaf) is not FakeTensor or leaf._has_symbolic_sizes_strides or leaf.is_conj():
-                return False
-        elif isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
-            return False
+    tensors = [x for x in pytree.tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)]
+    if any(type(x) is not FakeTensor or x.is_conj() for x in tensors) or not _has_fixed_size(node):
+        return False
     if node.op != "call_function" or node.target in (operator.getitem, _SET_GRAD):
         return True
     if not isinstance(node.target, OpOverload) or node.target._schema.is_mutable:
         return False
     return not _updates_statistics(node)
+
+
+def _has_fixed_size(node: Node) -> bool:
+    return not any(
+        x._has_symbolic_sizes_strides
+        if isinstance(x, Tensor)
+        else isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool)
+        for x in pytree.tree_leaves(node.meta.get("val"))
+    )
 
 
 def _updates_statistics(node: Node) -> bool:
@@ -145,15 +151,55 @@ def _detach_outputs(body: GraphModule, region: Node) -> None:
     output, results = output_node(body.graph), []
     for value in output.args[0]:
         if isinstance(value, Node):
-            like = value if "nn_module_stack" in value.meta else region  # placeholders have none
-            detach, meta = _aten.detach.default, {"val": value.meta["val"]}
-            with body.graph.inserting_before(output):
-                value = make_call(
-                    body.graph, detach, (value,), like=like, origin=Pass.EXPORT, meta=meta
-                )
+            source = _returned_by(value, body)
+            # The tracer takes what a region returns for the tensor itself from then on: detached,
+            # it would have no gradient behind the region either.
+            value = source if source.op == "placeholder" else _detached(value, output, region)
         results.append(value)
     output.args = (tuple(results),)
     body.recompile()
+
+
+def _detached(value: Node, output: Node, region: Node) -> Node:
+    like = value if "nn_module_stack" in value.meta else region  # placeholders have none
+    detach, meta = _aten.detach.default, {"val": value.meta["val"]}
+    with output.graph.inserting_before(output):
+        return make_call(output.graph, detach, (value,), like=like, origin=Pass.EXPORT, meta=meta)
+
+
+def _returned_by(value: Node, body: GraphModule) -> Node:
+    """Return the node whose very tensor ``value`` is: ``x`` of ``x.to(x.dtype)``, else itself."""
+    while True:
+        if value.target is operator.getitem and is_call(value.args[0], _SET_GRAD, _AUTOCAST):
+            source = _given_to(value.args[0], value.args[1], body)
+        else:
+            source = _returned_operand(value)
+        if source is None:
+            return value
+        value = source
+
+
+def _given_to(region: Node, index: int, body: GraphModule) -> Node | None:
+    """Return the operand that a region returns as its result ``index``, if it is one."""
+    inner = _body(body, region)
+    given = inner.graph.find_nodes(op="placeholder")
+    inputs = region.args[len(region.args) - len(given) :]
+    result = _returned_by(output_node(inner.graph).args[0][index], inner)
+    return dict(zip(given, inputs, strict=True)).get(result)
+
+
+def _returned_operand(node: Node) -> Node | None:
+    """Return the operand that a call returns as it is, as ``to`` and dropout in eval mode do."""
+    # Others make a new tensor, a view of the operand at least.
+    if not is_composite(node.target) or node.target._schema.is_mutable:
+        return None
+    args, kwargs = map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
+    mode = fake_mode_of(node.graph)
+    # Open sizes need the Python dispatcher, in which dropout is made of another operator.
+    is_fixed = all(map(_has_fixed_size, node.all_input_nodes))
+    with mode if is_fixed else running_fakes(mode), torch.no_grad():
+        result = node.target(*args, **kwargs)
+    return next((x for x in node.all_input_nodes if x.meta["val"] is result), None)
 
 
 # The way without another trace.
@@ -201,26 +247,30 @@ def _decompose_views(graph: Graph) -> None:
         if node.op != "call_function" or not _is_decomposed(node.target):
             continue
         # Every layer has the same few calls, and each trace takes a millisecond.
-        key = _signature(node)
+        key = call_signature(node)
         if key not in bodies:
-            bodies[key] = _trace(node, mode)
+            bodies[key] = trace_call(node, mode)
         for new in _replace(node, bodies[key], node.all_input_nodes):
             inherit(new, node)
+
+
+def is_composite(target: Any) -> bool:
+    """Return whether an operator is implemented by others alone, for every device."""
+    return isinstance(target, OpOverload) and _is_cia_op(target)
 
 
 def _is_decomposed(target: Any) -> bool:
     """Return whether an operator is decomposed; ``reshape`` is not: all views become reshapes."""
     return (
-        isinstance(target, OpOverload)
+        is_composite(target)
         and target is not _aten.reshape.default
         # torch internals: torch._export.utils knows which composites run_decompositions keeps; with
         # a list of our own the two ways to functionalize would differ.
-        and _is_cia_op(target)
         and not _is_preservable_cia_op(target)
     )
 
 
-def _signature(node: Node) -> Hashable:
+def call_signature(node: Node) -> Hashable:
     """Equal for calls that do the same to operands of the same shape, strides, dtype and device."""
     inputs = node.all_input_nodes
     arguments = map_arg((node.args, node.kwargs), lambda source: f"%{inputs.index(source)}")
@@ -234,8 +284,9 @@ def _signature(node: Node) -> Hashable:
     return node.target, repr(arguments), layouts
 
 
-def _trace(node: Node, mode: FakeTensorMode) -> Graph:
-    """Trace the operators that one call runs."""
+def trace_call(node: Node, mode: FakeTensorMode) -> Graph:
+    """Return a functional graph of the operators that one call runs, with its input nodes as
+    placeholders."""
     inputs = node.all_input_nodes
 
     def call(*values: Any) -> Any:

@@ -12,6 +12,7 @@ from torch.export import ExportedProgram
 
 from sp_compiler.passes.normalize import normalize
 from sp_compiler.trace.export import capture
+from tests.helpers import parity
 from tests.models import zoo
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -123,3 +124,51 @@ def test_autocast_around_the_call_is_traced_again(monkeypatch: pytest.MonkeyPatc
         listing = _listing(_Of(torch.tanh), torch.randn(8, 8))
     assert traced
     assert any("torch.bfloat16" in line for line in listing)
+
+
+@torch.no_grad()
+def _cast(x: Tensor) -> Tensor:
+    return x.to(x.dtype)
+
+
+@torch.no_grad()
+def _largest(x: Tensor) -> Tensor:
+    return _cast(x).type_as(x).abs().amax()
+
+
+@torch.no_grad()
+def _evaluated(x: Tensor) -> Tensor:
+    return nn.functional.dropout(x, 0.5, training=False)
+
+
+@torch.no_grad()
+def _outside_of_autocast(x: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return x.to(torch.float64)
+
+
+@torch.no_grad()
+def _outside_of_autocast_in_turn(x: Tensor) -> Tensor:
+    return _outside_of_autocast(_cast(x)) * 2
+
+
+UNCHANGED: dict[str, Callable[[Tensor], Tensor]] = {
+    "a cast for a statistic": lambda x: x / _largest(x),
+    "a cast that is returned": lambda x: x * _cast(x),
+    "dropout in eval mode": lambda x: x * _evaluated(x),
+    "autocast switched off": lambda x: x * _outside_of_autocast(x),
+    "regions in regions": lambda x: x * _outside_of_autocast_in_turn(x),
+    "a cast that changes something": lambda x: x * _cast(x.float()),
+}
+
+
+@pytest.mark.parametrize("writes", [False, True])  # the other way, with another trace
+@pytest.mark.parametrize("name", UNCHANGED)
+def test_a_tensor_that_no_grad_returns_as_it_is_keeps_its_gradient(name: str, writes: bool) -> None:
+    """``to`` returns the tensor itself if it changes nothing, and what that gets is not lost."""
+    model = _Of(lambda x: UNCHANGED[name](_written(x) if writes else x)).double()
+    x = torch.randn(8, 8, dtype=torch.float64)
+    captured = parity.make_case(model, {"x": x}, lift_casts=False)
+    model(x).backward()
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(captured.grads[key], parameter.grad)

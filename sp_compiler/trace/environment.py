@@ -29,6 +29,7 @@ from sp_compiler.trace.decisions import Reads, is_data_dependent
 from sp_compiler.trace.tracer_patches import (
     buffer_hooks_restored,
     fix_states_of_lstms,
+    modules_left_as_they_are,
     plain_index_under_vmap,
 )
 
@@ -119,6 +120,7 @@ def export_context(
         stack.enter_context(_integers_drawn_by_randint())
         stack.enter_context(_without_torch_warnings())
         stack.enter_context(buffer_hooks_restored())
+        stack.enter_context(modules_left_as_they_are())
         stack.enter_context(plain_index_under_vmap())
         if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
             message = "gradient checkpointing set on the model is ignored"

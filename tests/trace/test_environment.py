@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
-from sp_compiler.base.errors import UnsupportedError
+from sp_compiler.base.errors import CaptureError, UnsupportedError
 from sp_compiler.trace.environment import users_frames, without_cache
 from sp_compiler.trace.export import capture
 from tests.helpers import parity
@@ -132,3 +132,12 @@ def test_a_module_converted_to_something_else_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=said):
         capture(model, (torch.randn(2, 4),))
     assert model.gate.weight.dtype is torch.float64
+
+
+def test_data_of_a_tensor_is_refused_with_what_to_write_instead() -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * x.data).sum()
+
+    with pytest.raises(CaptureError, match=r"x\.data[^\n]*\n.*read x\.detach\(\) instead"):
+        capture(Model(), (torch.randn(2),))

@@ -26,12 +26,7 @@ from sp_compiler.base.warn import in_library, warn
 from sp_compiler.trace.attributes.changes import Settled
 from sp_compiler.trace.autograd_functions import FunctionCall, recorded_functions
 from sp_compiler.trace.decisions import Reads, is_data_dependent
-from sp_compiler.trace.tracer_patches import (
-    buffer_hooks_restored,
-    fix_states_of_lstms,
-    modules_left_as_they_are,
-    plain_index_under_vmap,
-)
+from sp_compiler.trace.tracer_patches import fix_states_of_lstms, patched_tracers
 
 ADVICE = "what to do: "
 """Beginning of the last line of an error of the capture."""
@@ -119,9 +114,7 @@ def export_context(
         stack.enter_context(_without_tensor_hooks())
         stack.enter_context(_integers_drawn_by_randint())
         stack.enter_context(_without_torch_warnings())
-        stack.enter_context(buffer_hooks_restored())
-        stack.enter_context(modules_left_as_they_are())
-        stack.enter_context(plain_index_under_vmap())
+        stack.enter_context(patched_tracers())
         if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
             message = "gradient checkpointing set on the model is ignored"
             _warn_once(model, f"{message}: recompute= of sp_compiler governs")

@@ -131,11 +131,14 @@ def _body(module: GraphModule, node: Node) -> GraphModule:
 
 
 def _prepare_subgraphs(module: GraphModule) -> None:
-    """Prepare grad-mode and autocast regions for inlining without a change of meaning.
+    """Prepare what only differentiating shows, grad modes first, for inlining without a change.
 
     ``run_decompositions`` calls the body; it is interpreted node by node, so that the nodes keep
     the module and source line of the user's model.
     """
+    for node in calls(module.graph, _aten.detach_.default):
+        # In place it would be forgotten: it changes no number.
+        node.target = _aten.detach.default
     for node in calls(module.graph, _SET_GRAD, _AUTOCAST):
         body = _body(module, node)
         _prepare_subgraphs(body)

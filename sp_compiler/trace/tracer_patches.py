@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._decomp import decompositions
 from torch._dynamo import _trace_wrapped_higher_order_op
+from torch._export.passes import replace_set_grad_with_hop_pass
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.torch_version import TorchVersion
@@ -65,6 +66,18 @@ def fix_states_of_lstms() -> None:
 
 
 @contextlib.contextmanager
+def patched_tracers() -> Iterator[None]:
+    """Context of an export, with all patches that every model may need."""
+    with (
+        buffer_hooks_restored(),
+        modules_left_as_they_are(),
+        no_grad_kept_inside_autocast(),
+        plain_index_under_vmap(),
+    ):
+        yield
+
+
+@contextlib.contextmanager
 def plain_index_under_vmap() -> Iterator[None]:
     """Let a tensor be indexed with the numbers that ``vmap`` hands out: ``ids[batch, query]``.
 
@@ -75,6 +88,32 @@ def plain_index_under_vmap() -> Iterator[None]:
     # torch internals: the function that TransformGetItemToIndex calls, bound at its import.
     with mock.patch.object(
         _trace_wrapped_higher_order_op, "mod_index", torch.ops.aten.index.Tensor
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def no_grad_kept_inside_autocast() -> Iterator[None]:
+    """Let an export keep ``no_grad`` that a forward enters inside of ``autocast``.
+
+    Torch cuts the graph where the grad mode changes and drops a part that does not begin so: these
+    begin with the autocast, entered again. What is computed there would get a gradient.
+    """
+    original = replace_set_grad_with_hop_pass._is_set_grad_enabled_sub_mod
+    enter = torch.amp.autocast_mode._enter_autocast
+
+    def is_region(call: Any, omit_if_same_with_ambient: bool = False) -> Any:
+        if call.op != "call_module":
+            return False
+        nodes = call.graph.owning_module.get_submodule(call.target).graph.nodes
+        first = next((x for x in nodes if x.op != "placeholder" and x.target is not enter), None)
+        if first is None or first.target is not torch._C._set_grad_enabled:
+            return original(call, omit_if_same_with_ambient)
+        return not omit_if_same_with_ambient or first.args[0] != torch.is_grad_enabled()
+
+    # torch internals: _is_set_grad_enabled_sub_mod, which asks for the first node of a part.
+    with mock.patch.object(
+        replace_set_grad_with_hop_pass, "_is_set_grad_enabled_sub_mod", is_region
     ):
         yield
 

@@ -34,7 +34,8 @@ from sp_compiler.ir.rewriting import (
 )
 from sp_compiler.ir.symbolic import same_shape
 from sp_compiler.passes.normalize.attention import explicit_attention, fold_attention_masks
-from sp_compiler.passes.normalize.decompose import canonical_operators
+from sp_compiler.passes.normalize.composites import split_composites
+from sp_compiler.passes.normalize.decompose import REWRITTEN, canonical_operators
 from sp_compiler.passes.normalize.fused_projections import split_packed, split_slices
 from sp_compiler.passes.normalize.negative_dims import make_dims_negative
 from sp_compiler.passes.normalize.random_numbers import draw_by_counter
@@ -61,6 +62,8 @@ _COPIES = (
     _aten.resolve_conj.default,
     _aten.resolve_neg.default,
 )
+_SPLITS = (_aten.split.Tensor, _aten.chunk.default, _aten.unsafe_split.Tensor)
+_REWRITTEN = frozenset((*REWRITTEN, *_RESHAPES, *_COPIES, *_SPLITS))
 
 
 def normalize(captured: Captured, dropout: Literal["regenerate", "stored"] = "regenerate") -> None:
@@ -80,6 +83,7 @@ def normalize(captured: Captured, dropout: Literal["regenerate", "stored"] = "re
     for node in calls(graph, _aten._assert_tensor_metadata.default):
         graph.erase_node(node)
     # One name per operator first: the steps below match few of the many that mean the same.
+    split_composites(graph, known=_REWRITTEN)
     canonical_operators(graph)
     _drop_copies(graph)
     _canonical_views(graph)
@@ -177,7 +181,7 @@ def _position(index: int | None, size: int, default: int) -> int:
 
 def _splits_with_sizes(graph: Graph) -> None:
     """``split``, ``chunk`` -> ``split_with_sizes`` with the size of every part."""
-    for node in calls(graph, _aten.split.Tensor, _aten.chunk.default, _aten.unsafe_split.Tensor):
+    for node in calls(graph, *_SPLITS):
         dim = arguments(node)["dim"]
         sizes = [part.shape[dim] for part in node.meta["val"]]
         replace_call(

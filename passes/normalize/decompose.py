@@ -383,3 +383,5 @@ _REWRITES: dict[object, Callable[[Node], None]] = {
         for prefix, suffix in (("new_", ""), ("", "_like"))
     },
 }
+REWRITTEN = frozenset(_REWRITES)
+"""Operators that :func:`canonical_operators` rewrites, at least with some arguments."""

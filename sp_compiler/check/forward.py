@@ -153,7 +153,7 @@ class _Checker:
             raise _Unreadable("sizes among its arguments are those of one rank")
         # Sharded by batch or heads, a rank has complete scores, and the mask changes no type; by
         # queries or keys its rows start elsewhere, which the mask would have to know.
-        if any(p.dim > 1 for p in sharded) and node.target is _ATTENTION:
+        if node.target is _ATTENTION and any(p.dim > _dim_of_heads(node) for p in sharded):
             raise _Unreadable("spmd_types does not see the causal mask")
         claim = node.meta.get("placement", R)
         if node.target is torch.ops.aten.expand.default and claim.is_sharded and not sharded:
@@ -323,6 +323,11 @@ def _shapes(value: Any) -> list[tuple[int, ...]]:
 def _dim_of(node: Node) -> int:
     args = arguments(node)
     return int(args["dim"] % args["self"].meta["val"].dim())
+
+
+def _dim_of_heads(attention: Node) -> int:
+    """Dims in front of it are a batch."""
+    return int(arguments(attention)["query"].meta["val"].dim()) - 3
 
 
 def _without_segments(placement: Placement) -> Placement:

@@ -30,6 +30,7 @@ UNKNOWN_LINEAR = frozenset(
     | {"aten::gather", "aten::scatter", "aten::scatter_add", "aten::view_as_complex"}
     | {"aten::view_as_real", "aten::index_add", "aten::index_select", "aten::copy"}
     | {"aten::_conj", "aten::conj_physical", "aten::complex"}
+    | {"aten::pixel_shuffle", "aten::pixel_unshuffle"}
 ) | {*TRANSFORMS, *PRIMITIVES}
 """Linear operators that ``spmd_types`` does not know to be linear: it refuses partial sums."""
 

@@ -26,11 +26,7 @@ from sp_compiler.base.warn import in_library, warn
 from sp_compiler.trace.attributes.changes import Settled
 from sp_compiler.trace.autograd_functions import FunctionCall, recorded_functions
 from sp_compiler.trace.decisions import Reads, is_data_dependent
-from sp_compiler.trace.tracer_patches import (
-    fix_states_of_lstms,
-    grad_modes_found_under_autocast,
-    plain_index_under_vmap,
-)
+from sp_compiler.trace.tracer_patches import fix_states_of_lstms, patched_tracers
 
 ADVICE = "what to do: "
 """Beginning of the last line of an error of the capture."""
@@ -118,8 +114,7 @@ def export_context(
         stack.enter_context(_without_tensor_hooks())
         stack.enter_context(_integers_drawn_by_randint())
         stack.enter_context(_without_torch_warnings())
-        stack.enter_context(plain_index_under_vmap())
-        stack.enter_context(grad_modes_found_under_autocast())
+        stack.enter_context(patched_tracers())
         if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
             message = "gradient checkpointing set on the model is ignored"
             _warn_once(model, f"{message}: recompute= of sp_compiler governs")
@@ -338,6 +333,9 @@ def capture_error(
         advice = (
             "a traced tensor has no numbers for NumPy; compute with torch's functions in forward"
         )
+    if "fake tensor in the exported program" in text:
+        text = "a value got past the tracer, which x.data does"
+        advice = "read x.detach() instead; what writes into x.data belongs outside of forward"
     if any(each in str(error) for each in unknown_class):
         advice = (
             "what goes in and out of forward must be tensors, numbers, strings and None in tuples, "

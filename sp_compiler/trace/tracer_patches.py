@@ -13,7 +13,7 @@ from unittest import mock
 import sympy
 import torch
 import torch._export.passes.replace_set_grad_with_hop_pass as grad_mode_regions
-from torch import Tensor
+from torch import Tensor, nn
 from torch._decomp import decompositions
 from torch._dynamo import _trace_wrapped_higher_order_op
 from torch.autograd import grad_mode
@@ -21,6 +21,7 @@ from torch.fx import Node
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.torch_version import TorchVersion
+from torch.utils._python_dispatch import _disable_current_modes
 
 from sp_compiler.base.decisions import MODES
 from sp_compiler.base.errors import UnsupportedError
@@ -67,6 +68,17 @@ def fix_states_of_lstms() -> None:
 
 
 @contextlib.contextmanager
+def patched_tracers() -> Iterator[None]:
+    """Context of an export, with all patches that every model may need."""
+    with (
+        grad_modes_found_under_autocast(),
+        modules_left_as_they_are(),
+        plain_index_under_vmap(),
+    ):
+        yield
+
+
+@contextlib.contextmanager
 def plain_index_under_vmap() -> Iterator[None]:
     """Let a tensor be indexed with the numbers that ``vmap`` hands out: ``ids[batch, query]``.
 
@@ -78,6 +90,40 @@ def plain_index_under_vmap() -> Iterator[None]:
     with mock.patch.object(
         _trace_wrapped_higher_order_op, "mod_index", torch.ops.aten.index.Tensor
     ):
+        yield
+
+
+@contextlib.contextmanager
+def modules_left_as_they_are() -> Iterator[None]:
+    """Let a forward convert a module to the dtype and device that it has, and refuse others.
+
+    Routers do so: ``self.gate = self.gate.to(torch.float32)``. Torch would put new tensors into the
+    parameters, which it cannot do while they are traced.
+    """
+    original = nn.Module._apply
+
+    def apply(module: nn.Module, convert: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
+        tensors = (*module.parameters(recurse), *module.buffers(recurse))
+        # Asked of empty tensors: a parameter that is converted is another value in the graph, even
+        # to what it is.
+        with _disable_current_modes():
+            old = [torch.empty(0, dtype=x.dtype, device=x.device) for x in tensors]
+            pairs = list(zip(old, map(convert, old), strict=True))
+        changed = [(x, new) for x, new in pairs if (x.dtype, x.device) != (new.dtype, new.device)]
+        if not changed:
+            return module
+        try:
+            return original(module, convert, recurse)
+        except RuntimeError as error:
+            own, new = changed[0]
+            raise UnsupportedError(
+                f"forward converts the {type(module).__name__} from {own.dtype} on {own.device} to "
+                f"{new.dtype} on {new.device}, and parameters cannot change inside the compiled "
+                "model; convert it once, before compiling"
+            ) from error
+
+    # torch internals: nn.Module._apply, through which all conversions go.
+    with mock.patch.object(nn.Module, "_apply", apply):
         yield
 
 

@@ -126,6 +126,21 @@ def test_an_unbind_leaves_every_other_dim_to_be_sharded() -> None:
     assert not [way for way in ways if way[0] == S(1)]
 
 
+@pytest.mark.parametrize("batch", [(), (2,), (2, 4)], ids=str)
+def test_heads_and_batch_of_attention_are_sharded_whatever_is_in_front(
+    batch: tuple[int, ...],
+) -> None:
+    """Such as windows; queries and keys are not, nor is the width of a head."""
+    query = torch.randn(*batch, 6, 4, 2).double()
+    attention = aten.scaled_dot_product_attention.default
+    whole = Whole.of(Call(attention, (query, query + 1, query - 1), {"is_causal": True}))
+    ways = list(offered(whole, 2))
+    cut = {way.results[0].dim for way in ways if way.results[0].kind == "S"}
+    assert cut == set(range(len(batch) + 1))
+    for way in ways:
+        check(whole, way, 2)
+
+
 @pytest.mark.parametrize(("right", "merged"), [((8, 6), True), ((1, 8, 6), False)], ids=str)
 def test_rows_of_a_product_are_merged_for_one_matrix(right: tuple[int, ...], merged: bool) -> None:
     """A batch of one matrix would be a batch of the merged rows too."""

@@ -15,7 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
+from sp_compiler.base.errors import CaptureError, UnsupportedError
 from sp_compiler.trace.environment import users_frames, without_cache
+from sp_compiler.trace.export import capture
 from tests.helpers import parity
 from tests.models import zoo
 
@@ -98,3 +100,44 @@ def test_vmap_indexes_with_the_numbers_that_it_hands_out() -> None:
     torch.testing.assert_close(case.outputs[0], expected.detach())
     torch.testing.assert_close(case.grads["table"], model.table.grad)
     assert model.table.grad is not None
+
+
+class _Converting(nn.Module):
+    """As a router that computes in float32 whatever the model does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.gate = self.gate.to(torch.float32)
+        result: Tensor = self.gate(x.float())
+        return result.square().mean()
+
+
+def test_a_module_converted_to_what_it_is_stays() -> None:
+    model, x = _Converting(), torch.randn(2, 4)
+    weight = model.gate.weight
+    captured = parity.make_case(model, {"x": x}, lift_casts=False)
+    loss = model(x)
+    loss.backward()
+    torch.testing.assert_close(captured.outputs[0], loss)
+    torch.testing.assert_close(captured.grads["gate.weight"], weight.grad)
+    assert model.gate.weight is weight
+
+
+def test_a_module_converted_to_something_else_is_refused() -> None:
+    model = _Converting().double()
+    said = r"converts the Linear from torch.float64 on cpu to torch.float32.*\n.*module: \(model\)"
+    with pytest.raises(UnsupportedError, match=said):
+        capture(model, (torch.randn(2, 4),))
+    assert model.gate.weight.dtype is torch.float64
+
+
+def test_data_of_a_tensor_is_refused_with_what_to_write_instead() -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * x.data).sum()
+
+    with pytest.raises(CaptureError, match=r"x\.data[^\n]*\n.*read x\.detach\(\) instead"):
+        capture(Model(), (torch.randn(2),))

@@ -12,6 +12,7 @@ from torch.export import ExportedProgram
 
 from sp_compiler.passes.normalize import normalize
 from sp_compiler.trace.export import capture
+from tests.helpers import parity
 from tests.models import zoo
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -42,12 +43,12 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "equal calls": lambda x: x.chunk(2, -1)[0].repeat(1, 2) * x.chunk(2, -1)[1].repeat(1, 2),
     "one of several results": lambda x: torch.cat([x.unbind(-1)[3][:, None], x[..., 1:]], -1),
     "regions without gradient": lambda x: x / _scale(x) + x.detach(),
+    "a new constant": lambda x: x * torch.tensor([1.0, 2.0] * 4),
     "a generator of masks": lambda x: x.masked_fill(torch.ones_like(x).tril().bool(), 0.5),
 }
 WRITING: dict[str, Callable[[Tensor], Tensor]] = {
     "in place": lambda x: (x * 2).add_(1.0),
     "through a view": lambda x: _written(x),
-    "a new constant": lambda x: x * torch.tensor([1.0, 2.0] * 4),
 }
 
 
@@ -123,3 +124,58 @@ def test_autocast_around_the_call_is_traced_again(monkeypatch: pytest.MonkeyPatc
         listing = _listing(_Of(torch.tanh), torch.randn(8, 8))
     assert traced
     assert any("torch.bfloat16" in line for line in listing)
+
+
+@torch.no_grad()
+def _cast(x: Tensor) -> Tensor:
+    return x.to(x.dtype)
+
+
+@torch.no_grad()
+def _largest(x: Tensor) -> Tensor:
+    return _cast(x).type_as(x).abs().amax()
+
+
+@torch.no_grad()
+def _evaluated(x: Tensor) -> Tensor:
+    return nn.functional.dropout(x, 0.5, training=False)
+
+
+@torch.no_grad()
+def _outside_of_autocast(x: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return x.to(torch.float64)
+
+
+@torch.no_grad()
+def _outside_of_autocast_in_turn(x: Tensor) -> Tensor:
+    return _outside_of_autocast(_cast(x)) * 2
+
+
+def _inside_of_autocast(x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        return _cast(x) * x.abs().amax()
+
+
+WITHOUT_GRADIENT: dict[str, Callable[[Tensor], Tensor]] = {
+    "a cast for a statistic": lambda x: x / _largest(x),
+    "a cast that is returned": lambda x: x * _cast(x),
+    "dropout in eval mode": lambda x: x * _evaluated(x),
+    "autocast switched off": lambda x: x * _outside_of_autocast(x),
+    "inside of autocast": lambda x: x * _inside_of_autocast(x),
+    "detached in place": lambda x: x * (x * 2).detach_(),
+    "regions in regions": lambda x: x * _outside_of_autocast_in_turn(x),
+    "a cast that changes something": lambda x: x * _cast(x.float()),
+}
+
+
+@pytest.mark.parametrize("writes", [False, True])  # the other way, with another trace
+@pytest.mark.parametrize("name", WITHOUT_GRADIENT)
+def test_no_gradient_is_lost_or_added(name: str, writes: bool) -> None:
+    """Mostly of ``to``, which returns the tensor itself if it changes nothing, even in no_grad."""
+    model = _Of(lambda x: WITHOUT_GRADIENT[name](_written(x) if writes else x)).double()
+    x = torch.randn(8, 8, dtype=torch.float64)
+    captured = parity.make_case(model, {"x": x}, lift_casts=False)
+    model(x).backward()
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(captured.grads[key], parameter.grad)

@@ -14,6 +14,7 @@ from sp_compiler.rules.factors import (
     OpRule,
     broadcast,
     named,
+    numbered,
     private,
 )
 from sp_compiler.rules.registry import (
@@ -38,25 +39,24 @@ _ATTENTION = (
 
 @rule("aten::scaled_dot_product_attention")
 def _sdpa(node: Node) -> OpRule | None:
+    """Any number of dims in front of heads, as of windows, all of them a batch."""
     shapes = operand_shapes(node)
     query, key, value = shapes[:3]
-    # Query and key of one batch: a broadcast batch has no factor that both share.
-    if len(query) != 4 or len(key) != 4 or query[0] != key[0]:
+    # Query, key and value of one batch: a broadcast one has no factor that they share.
+    if len(query) < 3 or not query[:-3] == key[:-3] == value[:-3] or value[-3] != key[-3]:
         return None
-    batch = named(query[:1], "b")[0]
-    heads = Factor("a", query[1])
+    batch = numbered(query[:-3])
+    heads = Factor("a", query[-3])
     # The heads factor of grouped keys and values has another size; both divide or neither is cut.
-    kv_heads = heads if key[1] == query[1] else Factor("a", key[1])
-    if value[1] != key[1]:
-        return None
+    kv_heads = heads if key[-3] == query[-3] else Factor("a", key[-3])
     # Width of the heads and sequences are private: scores mix all of a row, and a cut of the width
     # would leave partial scores before the softmax.
-    q_dims: Dims = (batch, (heads,), *private(query[2:], "q"))
+    q_dims: Dims = (*batch, (heads,), *private(query[-2:], "q"))
     operands = [q_dims]
-    operands += [(batch, (kv_heads,), *private(shape[2:], "kv")) for shape in (key, value)]
-    scores = (*query[:3], key[2])
+    operands += [(*batch, (kv_heads,), *private(shape[-2:], "kv")) for shape in (key, value)]
+    scores = (*query[:-1], key[-2])
     operands += [
-        broadcast(mask, (*q_dims[:2], *private(scores[2:], "s")), scores) for mask in shapes[3:]
+        broadcast(mask, (*q_dims[:-2], *private(scores[-2:], "s")), scores) for mask in shapes[3:]
     ]
     # Linear in the values alone; rows are heads and positions, which no flattening keeps apart.
     return OpRule(tuple(operands), (q_dims,), linear=((2,),), rows="fixed")

@@ -126,7 +126,10 @@ def _log_softmax(node: Node) -> OpRule:
     return OpRule((dims,), (dims,))
 
 
-@rule("aten::softmax", "aten::_softmax", "aten::cumsum", "aten::topk", "aten::sort")
+@rule(
+    *("aten::softmax", "aten::_softmax", "aten::cumsum", "aten::topk", "aten::sort"),
+    "aten::argsort",
+)
 def _softmax(node: Node) -> OpRule:
     """The operator works along one dim, which may change its size, separately for each row."""
     (shape,) = operand_shapes(node)

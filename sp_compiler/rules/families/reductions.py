@@ -36,7 +36,8 @@ def _extreme(node: Node) -> OpRule | None:
 
 @rule(
     *("aten::sum", "aten::mean", "aten::amax", "aten::amin", "aten::argmax", "aten::argmin"),
-    *("aten::any", "aten::all", "aten::linalg_vector_norm", "aten::var"),
+    *("aten::any", "aten::all", "aten::linalg_vector_norm"),
+    *("aten::var", "aten::std", "aten::var_mean", "aten::std_mean"),
 )
 def _reduction(node: Node) -> OpRule | None:
     (shape,), results = operand_shapes(node), result_shapes(node)

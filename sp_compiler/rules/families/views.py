@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
+from sp_compiler.ir.fx import arguments
 from sp_compiler.rules.factors import (
+    Factor,
     OpRule,
     Rows,
     broadcast,
@@ -14,6 +16,7 @@ from sp_compiler.rules.factors import (
     reshaped,
 )
 from sp_compiler.rules.registry import (
+    FIRST_OPERAND,
     LocalCall,
     operand_shapes,
     result_shapes,
@@ -96,3 +99,20 @@ def _expand(node: Node) -> OpRule:
     # What is copied along has no factor in the operand: cut, each rank makes its own copies.
     dims = numbered(result)
     return OpRule((broadcast(shape, dims, result),), (dims,), linear=((0,),))
+
+
+@rule("aten::pixel_shuffle", "aten::pixel_unshuffle")
+def _pixel_shuffle(node: Node) -> OpRule:
+    """``(c r r) h w -> c (h r) (w r)`` and back; a part of a block of r x r is none of an image."""
+    (shape,), (result,), args = operand_shapes(node), result_shapes(node), arguments(node)
+    is_shuffle = "upscale_factor" in args
+    ratio = args["upscale_factor"] if is_shuffle else args["downscale_factor"]
+    *batch, channels, height, width = result if is_shuffle else shape
+    outer = ("c", channels), ("h", height // ratio), ("w", width // ratio)
+    c, h, w = ((Factor(name, size),) if size != 1 else () for name, size in outer)
+    rows, columns = ((Factor(name, ratio, True),) if ratio != 1 else () for name in "rs")
+    images = numbered(batch)
+    blocks = (*images, (*c, *rows, *columns), h, w)
+    pixels = (*images, c, (*h, *rows), (*w, *columns))
+    operand, produced = (blocks, pixels) if is_shuffle else (pixels, blocks)
+    return OpRule((operand,), (produced,), linear=FIRST_OPERAND, rows="fixed")

@@ -105,17 +105,23 @@ def _nodes(module: GraphModule) -> Iterator[Node]:
 def _is_simple(node: Node) -> bool:
     """Return whether the node writes nothing in place and its value consists of plain tensors of
     fixed size."""
-    for leaf in pytree.tree_leaves(node.meta.get("val")):
-        if isinstance(leaf, Tensor):
-            if type(leaf) is not FakeTensor or leaf._has_symbolic_sizes_strides or leaf.is_conj():
-                return False
-        elif isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
-            return False
+    tensors = [x for x in pytree.tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)]
+    if any(type(x) is not FakeTensor or x.is_conj() for x in tensors) or not _has_fixed_size(node):
+        return False
     if node.op != "call_function" or node.target in (operator.getitem, _SET_GRAD):
         return True
     if not isinstance(node.target, OpOverload) or node.target._schema.is_mutable:
         return False
     return not _updates_statistics(node)
+
+
+def _has_fixed_size(node: Node) -> bool:
+    return not any(
+        x._has_symbolic_sizes_strides
+        if isinstance(x, Tensor)
+        else isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool)
+        for x in pytree.tree_leaves(node.meta.get("val"))
+    )
 
 
 def _updates_statistics(node: Node) -> bool:
@@ -287,26 +293,30 @@ def _decompose_views(graph: Graph) -> None:
         if node.op != "call_function" or not _is_decomposed(node.target):
             continue
         # Every layer has the same few calls, and each trace takes a millisecond.
-        key = _signature(node)
+        key = call_signature(node)
         if key not in bodies:
-            bodies[key] = _trace(node, mode)
+            bodies[key] = trace_call(node, mode)
         for new in _replace(node, bodies[key], node.all_input_nodes):
             inherit(new, node)
+
+
+def is_composite(target: Any) -> bool:
+    """Return whether an operator is implemented by others alone, for every device."""
+    return isinstance(target, OpOverload) and _is_cia_op(target)
 
 
 def _is_decomposed(target: Any) -> bool:
     """Return whether an operator is decomposed; ``reshape`` is not: all views become reshapes."""
     return (
-        isinstance(target, OpOverload)
+        is_composite(target)
         and target is not _aten.reshape.default
         # torch internals: torch._export.utils knows which composites run_decompositions keeps; with
         # a list of our own the two ways to functionalize would differ.
-        and _is_cia_op(target)
         and not _is_preservable_cia_op(target)
     )
 
 
-def _signature(node: Node) -> Hashable:
+def call_signature(node: Node) -> Hashable:
     """Equal for calls that do the same to operands of the same shape, strides, dtype and device."""
     inputs = node.all_input_nodes
     arguments = map_arg((node.args, node.kwargs), lambda source: f"%{inputs.index(source)}")
@@ -320,8 +330,9 @@ def _signature(node: Node) -> Hashable:
     return node.target, repr(arguments), layouts
 
 
-def _trace(node: Node, mode: FakeTensorMode) -> Graph:
-    """Trace the operators that one call runs."""
+def trace_call(node: Node, mode: FakeTensorMode) -> Graph:
+    """Return a functional graph of the operators that one call runs, with its input nodes as
+    placeholders."""
     inputs = node.all_input_nodes
 
     def call(*values: Any) -> Any:

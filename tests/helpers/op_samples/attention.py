@@ -10,6 +10,18 @@ from tests.helpers.op_samples.draw import Args, Draw, Sample
 aten = torch.ops.aten
 
 
+def _batches(draw: Draw) -> Args:
+    """Attention with other numbers of dims in front of the heads, as of windows, or without."""
+    query, key, value, mask, *rest = _attention(draw)
+    batch = draw.one_of((), (draw.size(), query.shape[0]))
+    if not batch:
+        query, key, value = query[0], key[0], value[0]
+        mask = mask[0] if mask is not None and mask.dim() == 4 else mask
+    else:
+        query, key, value = (x.expand(*batch, *x.shape[1:]).clone() for x in (query, key, value))
+    return [query, key, value, mask, *rest]
+
+
 def _heads(draw: Draw) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value of the same number of heads."""
     batch, heads, q, k, d = draw.size(), draw.size(), draw.size(), draw.size(), draw.one_of(2, 4)
@@ -24,7 +36,9 @@ def _attention(draw: Draw) -> Args:
         if query.shape[1] % groups == 0:
             key, value = key[:, :groups].clone(), value[:, :groups].clone()
     scores = (*query.shape[:3], key.shape[2])
-    mask = draw.one_of(None, draw.numbers(*draw.narrower(scores)), draw.mask(*scores[2:]))
+    narrower = draw.narrower(scores)
+    bias = draw.numbers(*(narrower if len(narrower) > 1 else scores[2:]))
+    mask = draw.one_of(None, bias, draw.mask(*scores[2:]))
     causal = mask is None and draw.one_of(True, False)
     if mask is not None and mask.dtype == torch.bool:
         mask[:, 0] = True
@@ -44,7 +58,7 @@ def _flash_backward(draw: Draw) -> Args:
 
 _CPU_FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
 SAMPLES: dict[str, Sample] = {
-    "aten::scaled_dot_product_attention": _attention,
+    "aten::scaled_dot_product_attention": lambda draw: draw.one_of(_attention, _batches)(draw),
     _CPU_FLASH: _flash,
     f"{_CPU_FLASH}_backward": _flash_backward,
 }

@@ -70,6 +70,15 @@ def _complex(draw: Draw) -> Args:
     return [torch.complex(draw.numbers(*shape), draw.numbers(*shape))]
 
 
+def _pixels(draw: Draw, *, is_shuffle: bool) -> Args:
+    """Images behind any number of batch dims."""
+    ratio, channels, *sides = draw.one_of(1, 2, 3), draw.size(), draw.size(), draw.size()
+    batch = draw.one_of((), draw.shape(1, 2))
+    if is_shuffle:
+        return [draw.numbers(*batch, channels * ratio**2, *sides), ratio]
+    return [draw.numbers(*batch, channels, *(side * ratio for side in sides)), ratio]
+
+
 SAMPLES: dict[str, Sample] = {
     **dict.fromkeys(("aten::reshape", "aten::view", "aten::_unsafe_view"), _reshape),
     "aten.view.dtype": lambda draw: [draw.numbers(*draw.shape()), torch.int64],
@@ -81,6 +90,8 @@ SAMPLES: dict[str, Sample] = {
     "aten.movedim.intlist": _movedims,
     "aten::unsqueeze": _unsqueeze,
     "aten::expand": _expand,
+    "aten::pixel_shuffle": lambda draw: _pixels(draw, is_shuffle=True),
+    "aten::pixel_unshuffle": lambda draw: _pixels(draw, is_shuffle=False),
     "aten::view_as_real": _complex,
     "aten::view_as_complex": lambda draw: [draw.numbers(*draw.shape(), 2)],
 }

@@ -1,0 +1,84 @@
+"""Composite operators that no sharding rule knows, as the operators that they are made of."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Hashable
+from typing import Any
+
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from sp_compiler.base.pass_report import Pass
+from sp_compiler.ir.fx import tensor_operands
+from sp_compiler.ir.op_traits import draws
+from sp_compiler.ir.rewriting import fake_mode_of, insert_call, replace_with
+from sp_compiler.rules.table import has_rule
+from sp_compiler.trace.functionalize import call_signature, is_composite, trace_call
+
+_ORIGIN = Pass.NORMALIZE
+
+
+def split_composites(graph: Graph, known: Collection[object]) -> None:
+    """Replace composite operators without a sharding rule by their parts, if all of those have one.
+
+    ``multiply(x, y)`` -> ``mul(x, y)``; ``outer(x, y)`` -> ``reshape(x, (n, 1)) * y``. They are
+    other names of operators, NumPy's for one, or short for a few: whole, they would run replicated.
+
+    Args:
+        known: operators, beside those with a rule, that later steps rewrite.
+    """
+    bodies: dict[Hashable, Graph | None] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target in known or not is_composite(node.target):
+            continue
+        if has_rule(node) or draws(node):
+            continue
+        # Every layer has the same few calls.
+        key = call_signature(node)
+        if key not in bodies:
+            bodies[key] = _known_parts(node, known)
+        if (body := bodies[key]) is not None:
+            _replace(node, body)
+
+
+def _known_parts(node: Node, known: Collection[object]) -> Graph | None:
+    """Return the operators that a call runs, ``None`` if a later pass does not know one."""
+    if not all(isinstance(x.meta["val"], Tensor) for x in node.all_input_nodes):
+        return None  # an open size, which tracing would take for the example's
+    body = trace_call(node, fake_mode_of(node.graph))
+    # A constant among the parts would be an attribute of another module.
+    is_known = not body.find_nodes(op="get_attr") and all(_is_known(x, known) for x in _calls(body))
+    return body if is_known else None
+
+
+def _calls(body: Graph) -> list[Node]:
+    return [node for node in body.nodes if node.op == "call_function"]
+
+
+def _is_known(part: Node, known: Collection[object]) -> bool:
+    if part.target in (operator.getitem, *known):
+        return True
+    # Some write into what they made, which no later pass expects.
+    if not isinstance(part.target, OpOverload) or part.target._schema.is_mutable or draws(part):
+        return False
+    # Without operands: a new tensor, which is the same on all ranks.
+    return has_rule(part) or not tensor_operands(part)
+
+
+def _replace(node: Node, body: Graph) -> None:
+    values: dict[Node, Any] = dict(
+        zip(body.find_nodes(op="placeholder"), node.all_input_nodes, strict=True)
+    )
+    for part in _calls(body):
+        args, kwargs = map_arg((part.args, part.kwargs), values.__getitem__)
+        values[part] = insert_call(node, part.target, args, kwargs, origin=_ORIGIN)
+    (results,) = body.find_nodes(op="output")[0].args
+    if isinstance(results, Node):
+        replace_with(node, values[results])
+        return
+    for user in list(node.users):  # each picks one of them
+        replace_with(user, values[results[user.args[1]]])
+    node.graph.erase_node(node)

@@ -1,0 +1,80 @@
+"""Composite operators: by their parts where all of those have a rule, else whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sp_compiler.ir.fx import is_getitem
+from sp_compiler.rules.table import has_rule
+from tests.helpers.normalized import normalized, outputs, randn
+
+
+def _operators(function: Callable[[Tensor], Any], x: Tensor) -> set[str]:
+    """Operators of the normalized function, whose result is compared with its own."""
+    captured = normalized(function, x)
+    torch.testing.assert_close(outputs(captured, x)[0], function(x), rtol=0, atol=0)
+    called = [node for node in captured.module.graph.nodes if node.op == "call_function"]
+    assert all(node.meta["origin"] == "normalize" for node in called if node.meta.get("replaces"))
+    return {str(node.target).removeprefix("aten.") for node in called if not is_getitem(node)}
+
+
+_SPLIT: list[tuple[Callable[[Tensor], Any], set[str]]] = [
+    (lambda x: torch.multiply(x, x), {"mul.Tensor"}),
+    (lambda x: torch.divide(x, x + 9), {"add.Tensor", "div.Tensor"}),
+    (lambda x: torch.subtract(x, x.square()), {"square.default", "sub.Tensor"}),
+    (lambda x: torch.special.expit(x), {"sigmoid.default"}),
+    (lambda x: torch.special.softmax(x, -1), {"_softmax.default"}),
+    (lambda x: torch.greater(x, 0) * x, {"gt.Scalar", "mul.Tensor"}),
+    (lambda x: torch.concat([x, x]), {"cat.default"}),
+    (lambda x: torch.hstack([x, x]), {"cat.default"}),
+    (lambda x: x.tile(2, 3), {"reshape.default", "expand.default"}),
+    (
+        lambda x: torch.outer(x[0], x[1]),
+        {"select.int", "reshape.default", "mul.Tensor"},
+    ),
+    (
+        lambda x: torch.take_along_dim(x, x.argsort(-1), -1),
+        {"argsort.stable", "remainder.Scalar", "gather.default"},
+    ),
+    # Of several results, each of which is an operator of its own.
+    (
+        lambda x: torch.meshgrid(x[0], x[1], indexing="ij")[1] * 2,
+        {"select.int", "reshape.default", "expand.default", "mul.Tensor"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("function", "operators"), _SPLIT)
+def test_parts_with_rules_take_the_place_of_the_whole(
+    function: Callable[[Tensor], Any], operators: set[str]
+) -> None:
+    assert _operators(function, randn(4, 6, grad=True)) == operators
+
+
+_WHOLE: list[tuple[Callable[[Tensor], Any], str]] = [
+    (lambda x: torch.cdist(x, x + 1), "cdist.default"),  # a part has no rule
+    (lambda x: F.margin_ranking_loss(x, -x, x.sign()), "margin_ranking_loss.default"),  # writes
+]
+
+
+@pytest.mark.parametrize(("function", "whole"), _WHOLE)
+def test_others_stay(function: Callable[[Tensor], Any], whole: str) -> None:
+    assert whole in _operators(function, randn(4, 6, grad=True))
+
+
+def test_equal_calls_are_traced_once_and_replaced_each() -> None:
+    def function(x: Tensor) -> Tensor:
+        return torch.multiply(torch.multiply(x, x), torch.multiply(x, x))
+
+    x = randn(4, 6, grad=True)
+    captured = normalized(function, x)
+    nodes = [node for node in captured.module.graph.nodes if node.op == "call_function"]
+    assert [node.target for node in nodes] == [torch.ops.aten.mul.Tensor] * 3
+    assert all(map(has_rule, nodes))
+    assert all(node.meta["requires_grad"] and node.meta["stack_trace"] for node in nodes)

@@ -43,12 +43,12 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "equal calls": lambda x: x.chunk(2, -1)[0].repeat(1, 2) * x.chunk(2, -1)[1].repeat(1, 2),
     "one of several results": lambda x: torch.cat([x.unbind(-1)[3][:, None], x[..., 1:]], -1),
     "regions without gradient": lambda x: x / _scale(x) + x.detach(),
-    "a new constant": lambda x: x * torch.tensor([1.0, 2.0] * 4),
     "a generator of masks": lambda x: x.masked_fill(torch.ones_like(x).tril().bool(), 0.5),
 }
 WRITING: dict[str, Callable[[Tensor], Tensor]] = {
     "in place": lambda x: (x * 2).add_(1.0),
     "through a view": lambda x: _written(x),
+    "a new constant": lambda x: x * torch.tensor([1.0, 2.0] * 4),
 }
 
 
@@ -163,7 +163,6 @@ WITHOUT_GRADIENT: dict[str, Callable[[Tensor], Tensor]] = {
     "dropout in eval mode": lambda x: x * _evaluated(x),
     "autocast switched off": lambda x: x * _outside_of_autocast(x),
     "inside of autocast": lambda x: x * _inside_of_autocast(x),
-    "detached in place": lambda x: x * (x * 2).detach_(),
     "regions in regions": lambda x: x * _outside_of_autocast_in_turn(x),
     "a cast that changes something": lambda x: x * _cast(x.float()),
 }

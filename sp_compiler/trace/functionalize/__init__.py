@@ -193,6 +193,8 @@ def _detach_new_values(body: GraphModule) -> set[StorageWeakRef]:
         own = returned.intersection(storages(node))
         if node.op == "output" or not own or not isinstance(node.meta["val"], Tensor):
             continue
+        if is_itself(node):  # nothing new, although the tracer may have made a tensor for it
+            continue
         returned -= own
         if node.op == "placeholder":
             continue

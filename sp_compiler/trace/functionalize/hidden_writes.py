@@ -28,11 +28,14 @@ from sp_compiler.ir.op_traits import FILLED
 from sp_compiler.ir.symbolic import same_shape
 
 _aten = torch.ops.aten
+_DROPOUTS = (
+    *(_aten.dropout.default, _aten.feature_dropout.default),
+    *(_aten.alpha_dropout.default, _aten.feature_alpha_dropout.default),
+)
 _MAY_RETURN_ITSELF = frozenset(
     overload
     for packet in (
         *(_aten.to, _aten.contiguous, _aten.type_as, _aten.flatten, _aten.positive),
-        *(_aten.dropout, _aten.alpha_dropout, _aten.feature_dropout, _aten.feature_alpha_dropout),
         *(_aten.atleast_1d, _aten.atleast_2d, _aten.atleast_3d, _aten.real, _aten.conj),
         *(_aten.resolve_conj, _aten.resolve_neg),
     )
@@ -78,6 +81,10 @@ def is_itself(node: Node) -> bool:
     float32, ``x.add_(y)``. What uses ``x`` afterwards is recorded as a user of this node."""
     if writes(node):
         return written(node) == [node.args[0]] and storages(node) == storages(node.args[0])
+    if node.target in _DROPOUTS:
+        # By its arguments: the tracer runs another operator, which returns a new tensor.
+        given = arguments(node)
+        return not given["train"] or given["p"] == 0
     if node.target not in _MAY_RETURN_ITSELF or not isinstance(node.args[0], Node):
         return False
     value, given = node.meta["val"], node.args[0].meta["val"]

@@ -71,10 +71,29 @@ def fix_states_of_lstms() -> None:
 def patched_tracers() -> Iterator[None]:
     """Context of an export, with all patches that every model may need."""
     with (
+        default_dtype_kept(),
         grad_modes_found_under_autocast(),
         modules_left_as_they_are(),
         plain_index_under_vmap(),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def default_dtype_kept() -> Iterator[None]:
+    """Refuse a forward that sets the default dtype: operators depend on it, graphs show none."""
+    original = torch.set_default_dtype
+
+    def set_default_dtype(dtype: torch.dtype) -> None:
+        if dtype != torch.get_default_dtype() and asked_by_model():
+            raise UnsupportedError(
+                f"forward sets the default dtype to {dtype}, which the compiled model would not: "
+                f"{user_line()}; name the dtype where tensors are made"
+            )
+        original(dtype)
+
+    # torch internals: torch.set_default_dtype.
+    with mock.patch.object(torch, "set_default_dtype", set_default_dtype):
         yield
 
 

@@ -141,3 +141,17 @@ def test_data_of_a_tensor_is_refused_with_what_to_write_instead() -> None:
 
     with pytest.raises(CaptureError, match=r"x\.data[^\n]*\n.*read x\.detach\(\) instead"):
         capture(Model(), (torch.randn(2),))
+
+
+def test_a_default_dtype_set_in_forward_is_refused_with_its_line() -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            torch.set_default_dtype(torch.float64)
+            try:
+                return x * torch.ones(2)
+            finally:
+                torch.set_default_dtype(torch.float32)
+
+    with pytest.raises(UnsupportedError, match=r"default dtype to torch\.float64.*test_environ"):
+        capture(Model(), (torch.randn(2),))
+    assert torch.get_default_dtype() is torch.float32

@@ -46,12 +46,14 @@ def drawing_from_torch(model: nn.Module, forward: Callable[..., Any]) -> Callabl
         with _torch_seeds_refused(), _seeds_noted() as seeded:
             result = forward(*args, **kwargs)
         for name, each in generators.items():
-            if id(each) not in seeded and _state(each) != before[name]:
-                line = _line_that_draws(functools.partial(forward, *args, **kwargs), each)
+            if id(each) in seeded or _state(each) == before[name]:
+                continue
+            line = _line_that_draws(functools.partial(forward, *args, **kwargs), each)
+            if line:
                 raise UnsupportedError(
                     f"the forward draws from {name}, and the compiled model would compute with the "
-                    f"same number in every call{line}; draw with torch (torch.rand), or outside of "
-                    "the forward and pass it as an argument"
+                    f"same number in every call: {line}; draw with torch (torch.rand), or outside "
+                    "of the forward and pass it as an argument"
                 )
         return result
 
@@ -148,25 +150,27 @@ def _torch_seeds_refused() -> Iterator[None]:
         yield
 
 
-def _is_between(filename: str) -> bool:
-    """Whether a line of this file may stand between the model's and a generator's, as of random."""
-    standard = os.path.dirname(random.__file__)
-    return is_library(filename) or (filename.startswith(standard) and "-packages" not in filename)
-
-
 def _line_that_draws(forward: Callable[[], Any], generator: Any) -> str:
-    """Return ": " and the line, found by running ``forward`` again; "" if it does not draw then."""
-    before = _state(generator)
-    latest = drawing = ""
+    """Return the line, found by running ``forward`` again; "" if its own code does not draw then.
+
+    PyTorch may draw for itself, and some numbers are drawn once, as in eager code.
+    """
+    state, drawing = _state(generator), ""
+    latest: tuple[FrameType | None, int] = None, 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal latest, drawing
-        if drawing or _is_between(frame.f_code.co_filename):
-            return None
-        # A function of C shows in no trace: the line before the one that finds the state changed.
-        if _state(generator) != before:
-            drawing = latest
-        latest = line_text(frame.f_code.co_filename, frame.f_lineno)
+        nonlocal state, latest, drawing
+        # A function of C shows in no trace: what ran before the first event behind it has drawn.
+        if not drawing and _state(generator) != state:
+            state = _state(generator)
+            source, number = latest
+            while source is not None and _is_standard(source.f_code.co_filename):
+                source = source.f_back
+                number = 0 if source is None else source.f_lineno
+            if source is not None and not is_library(source.f_code.co_filename):
+                drawing = line_text(source.f_code.co_filename, number)
+        runs = frame.f_back if event == "return" else frame
+        latest = runs, 0 if runs is None else runs.f_lineno
         return trace
 
     known = sys.gettrace()
@@ -177,4 +181,9 @@ def _line_that_draws(forward: Callable[[], Any], generator: Any) -> str:
             forward()
     finally:
         sys.settrace(known)
-    return f": {drawing or latest}" if drawing or _state(generator) != before else ""
+    return drawing
+
+
+def _is_standard(filename: str) -> bool:
+    """Whether this is a file of Python's own library, such as random.py."""
+    return filename.startswith(os.path.dirname(random.__file__)) and "-packages" not in filename

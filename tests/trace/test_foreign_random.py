@@ -78,6 +78,31 @@ def test_numbers_that_are_the_same_in_every_call_are_constants(
     assert str(number) in str(graph)
 
 
+_ONCE: dict[str, float] = {}
+
+
+def test_a_number_that_is_drawn_once_is_a_constant() -> None:
+    """In eager code as well, from the second call on."""
+
+    def draw(model: Drawing) -> float:
+        if not _ONCE:
+            _ONCE["number"] = random.random()
+        return _ONCE["number"]
+
+    graph = capture(Drawing(draw), (torch.randn(2, 4),), {}).module.graph
+    assert str(_ONCE["number"]) in str(graph)
+
+
+def test_torchs_own_code_may_draw() -> None:
+    of_torch = eval(compile("lambda: random.random()", torch.__file__, "eval"))
+
+    def draw(model: Drawing) -> float:
+        of_torch()
+        return 2.0
+
+    capture(Drawing(draw), (torch.randn(2, 4),), {})
+
+
 SEEDING: dict[str, Callable[[], object]] = {
     "manual_seed": lambda: torch.manual_seed(0),
     "seed": lambda: torch.random.seed(),

@@ -30,7 +30,7 @@ from sp_compiler.base.errors import CaptureError
 from sp_compiler.base.warn import user_line
 from sp_compiler.ir.program import Ref
 from sp_compiler.trace.attributes.changes import replaced_forward
-from sp_compiler.trace.foreign_random import drawing_from_torch
+from sp_compiler.trace.foreign_random import ForeignDraw, drawing_from_torch
 from sp_compiler.trace.tracer_patches import (
     asked_by_model,
     inference_without_gradients,
@@ -136,16 +136,19 @@ class Reads:
 
 
 @contextlib.contextmanager
-def recorded_reads(model: nn.Module, leaves: Sequence[Any]) -> Iterator[Reads]:
+def recorded_reads(
+    model: nn.Module, leaves: Sequence[Any], drawn: ForeignDraw | None = None
+) -> Iterator[Reads]:
     """Context for exporting ``model`` that reads numbers from its real inputs and buffers.
 
     Args:
         model: its forward is called inside, with traced tensors in place of these.
         leaves: the real inputs, as :func:`sp_compiler.trace.export.flatten_inputs` flattens them.
+        drawn: random numbers that an export has met.
     """
     reads = Reads()
     buffers, constants = dict(model.named_buffers()), _attributes(model)
-    forward = drawing_from_torch(model, model.forward)
+    forward = drawing_from_torch(model, model.forward, drawn)
 
     @functools.wraps(forward)
     def reading(*args: Any, **kwargs: Any) -> Any:

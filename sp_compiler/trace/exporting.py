@@ -32,6 +32,7 @@ from sp_compiler.trace.environment import (
     users_frames,
     warn_of_attributes,
 )
+from sp_compiler.trace.foreign_random import ForeignDraw
 from sp_compiler.trace.functionalize import functionalize
 from sp_compiler.trace.partly_meta import all_on_meta
 
@@ -86,12 +87,18 @@ class ExportRun:
         Raises:
             CaptureError, UnsupportedError: see :func:`sp_compiler.trace.export.capture`.
         """
+        try:
+            return self._run(None)
+        except ForeignDraw as drawn:
+            return self._run(drawn)
+
+    def _run(self, drawn: ForeignDraw | None) -> Export:
         with (
             all_on_meta(self.model),
             export_context(self.model, use_cache=self.use_cache) as functions,
             watched_state(self.model) as changes,
             set_buffers_written(self.model) as kept_buffers,
-            recorded_reads(self.model, self.leaves) as reads,
+            recorded_reads(self.model, self.leaves, drawn) as reads,
         ):
             try:
                 exported = torch.export.export(
@@ -106,6 +113,8 @@ class ExportRun:
                 _unfreeze(exported.graph_module.graph)
                 _write_eps(exported.graph_module)
                 exported = functionalize(exported)
+            except ForeignDraw:
+                raise
             except DataDependentError as error:  # its text has all that torch's would say
                 raise capture_error(self.model, error, reads) from None
             except Exception as error:  # user code and export may raise anything

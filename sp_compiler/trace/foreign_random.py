@@ -29,32 +29,46 @@ from sp_compiler.trace.tracer_patches import asked_by_model
 _PYTHON = random.getstate.__self__  # type: ignore[attr-defined]  # a bound method
 
 
-def drawing_from_torch(model: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+class ForeignDraw(Exception):
+    """A forward has changed the states of ``generators``: it is to be captured again, traced."""
+
+    def __init__(self, generators: dict[str, Any]) -> None:
+        super().__init__(f"draws from {', '.join(generators)}")
+        self.generators = generators
+
+
+def drawing_from_torch(
+    model: nn.Module, forward: Callable[..., Any], traced: ForeignDraw | None
+) -> Callable[..., Any]:
     """Return ``forward`` of ``model``, which raises an error where random numbers would be lost.
 
     What it draws after a seed of its own is the same in every call, and may become a constant.
 
+    Args:
+        model: has generators of its own.
+        forward: its forward.
+        traced: what a first capture has raised; the lines that draw are looked for, which is slow.
+
     Raises:
-        UnsupportedError: it draws from a generator of Python's or NumPy's, or sets the seed of
-            PyTorch's.
+        ForeignDraw: not ``traced``, and something draws from a generator of Python's or NumPy's.
+        UnsupportedError: a line outside of PyTorch draws from one, or sets the seed of PyTorch's.
     """
 
     @functools.wraps(forward)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        generators = _generators(model)
-        before = {name: _state(each) for name, each in generators.items()}
         with _torch_seeds_refused(), _seeds_noted() as seeded:
+            if traced is not None:
+                return _traced(functools.partial(forward, *args, **kwargs), traced, seeded)
+            generators = _generators(model)
+            before = {name: _state(each) for name, each in generators.items()}
             result = forward(*args, **kwargs)
-        for name, each in generators.items():
-            if id(each) in seeded or _state(each) == before[name]:
-                continue
-            line = _line_that_draws(functools.partial(forward, *args, **kwargs), each)
-            if line:
-                raise UnsupportedError(
-                    f"the forward draws from {name}, and the compiled model would compute with the "
-                    f"same number in every call: {line}; draw with torch (torch.rand), or outside "
-                    "of the forward and pass it as an argument"
-                )
+        drawn = {
+            name: each
+            for name, each in generators.items()
+            if id(each) not in seeded and _state(each) != before[name]
+        }
+        if drawn:
+            raise ForeignDraw(drawn)
         return result
 
     return watched
@@ -150,25 +164,23 @@ def _torch_seeds_refused() -> Iterator[None]:
         yield
 
 
-def _line_that_draws(forward: Callable[[], Any], generator: Any) -> str:
-    """Return the line, found by running ``forward`` again; "" if its own code does not draw then.
+def _traced(forward: Callable[[], Any], draw: ForeignDraw, seeded: set[int]) -> Any:
+    """Run ``forward``; raise an error if a line of its own draws.
 
     PyTorch may draw for itself, and some numbers are drawn once, as in eager code.
     """
-    state, drawing = _state(generator), ""
+    lines: dict[str, str] = {}
+    states = {name: _state(each) for name, each in draw.generators.items()}
     latest: tuple[FrameType | None, int] = None, 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal state, latest, drawing
+        nonlocal latest
         # A function of C shows in no trace: what ran before the first event behind it has drawn.
-        if not drawing and _state(generator) != state:
-            state = _state(generator)
-            source, number = latest
-            while source is not None and _is_standard(source.f_code.co_filename):
-                source = source.f_back
-                number = 0 if source is None else source.f_lineno
-            if source is not None and not is_library(source.f_code.co_filename):
-                drawing = line_text(source.f_code.co_filename, number)
+        for name, each in draw.generators.items():
+            if name not in lines and (state := _state(each)) != states[name]:
+                states[name] = state
+                if id(each) not in seeded and (line := _own_line(*latest)):
+                    lines[name] = line
         runs = frame.f_back if event == "return" else frame
         latest = runs, 0 if runs is None else runs.f_lineno
         return trace
@@ -176,12 +188,26 @@ def _line_that_draws(forward: Callable[[], Any], generator: Any) -> str:
     known = sys.gettrace()
     sys.settrace(trace)
     try:
-        # Whatever it raises the second time: that it draws is what is reported.
-        with contextlib.suppress(Exception):
-            forward()
+        result = forward()
     finally:
         sys.settrace(known)
-    return drawing
+    for name, line in lines.items():
+        raise UnsupportedError(
+            f"the forward draws from {name}, and the compiled model would compute with the same "
+            f"number in every call: {line}; draw with torch (torch.rand), or outside of the "
+            "forward and pass it as an argument"
+        )
+    return result
+
+
+def _own_line(frame: FrameType | None, number: int) -> str:
+    """Return the line that ran, or that called Python's own library; "" if it is PyTorch's."""
+    while frame is not None and _is_standard(frame.f_code.co_filename):
+        frame = frame.f_back
+        number = 0 if frame is None else frame.f_lineno
+    if frame is None or is_library(frame.f_code.co_filename):
+        return ""
+    return line_text(frame.f_code.co_filename, number)
 
 
 def _is_standard(filename: str) -> bool:

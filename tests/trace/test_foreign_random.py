@@ -20,6 +20,7 @@ class Drawing(nn.Module):
     def __init__(self, draw: Callable[[Drawing], float]) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
         self.own = random.Random(0)
         self.of_numpy = np.random.default_rng(0)
         self.draw = draw
@@ -82,15 +83,17 @@ _ONCE: dict[str, float] = {}
 
 
 def test_a_number_that_is_drawn_once_is_a_constant() -> None:
-    """In eager code as well, from the second call on."""
+    """In eager code as well, from the second call on; what the forward writes is written once."""
 
     def draw(model: Drawing) -> float:
+        model.calls.add_(1)
         if not _ONCE:
             _ONCE["number"] = random.random()
         return _ONCE["number"]
 
     graph = capture(Drawing(draw), (torch.randn(2, 4),), {}).module.graph
     assert str(_ONCE["number"]) in str(graph)
+    assert str(graph).count("aten.add") == 1
 
 
 def test_torchs_own_code_may_draw() -> None:

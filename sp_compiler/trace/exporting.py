@@ -24,6 +24,7 @@ from sp_compiler.trace.attributes.changes import (
     settle,
     watched_state,
 )
+from sp_compiler.trace.attributes.outside import numbers_outside_watched
 from sp_compiler.trace.autograd_functions import FunctionCall
 from sp_compiler.trace.decisions import DataDependentError, Reads, recorded_reads
 from sp_compiler.trace.environment import (
@@ -50,7 +51,8 @@ class Export:
         functions: calls of autograd functions.
         reads: numbers that the forward reads from inputs and buffers.
         changes: attributes that the forward changed.
-        kept_buffers: those that the forward sets and a program cannot; by name, with the change.
+        lost: buffers that the forward sets and a program cannot, and numbers outside of the model;
+            by name, with the change.
         text: text of the exported graph.
     """
 
@@ -58,7 +60,7 @@ class Export:
     functions: list[FunctionCall]
     reads: Reads
     changes: Changes
-    kept_buffers: dict[str, str]
+    lost: dict[str, str]
     text: str
 
 
@@ -98,6 +100,7 @@ class ExportRun:
             export_context(self.model, use_cache=self.use_cache) as functions,
             watched_state(self.model) as changes,
             set_buffers_written(self.model) as kept_buffers,
+            numbers_outside_watched(self.model) as outside,
             recorded_reads(self.model, self.leaves, drawn) as reads,
         ):
             try:
@@ -120,7 +123,8 @@ class ExportRun:
             except Exception as error:  # user code and export may raise anything
                 said = capture_error(self.model, error, reads)
                 raise said from error.with_traceback(users_frames(error.__traceback__))
-        return Export(exported, functions, reads, changes, kept_buffers, text)
+        lost = {**kept_buffers, **outside}
+        return Export(exported, functions, reads, changes, lost, text)
 
     def settled(self, first: Export) -> Settled:
         """Decide what happens to the attributes that the forward changed in ``first``; may warn."""
@@ -135,7 +139,7 @@ class ExportRun:
             return second.changes if second.text == first.text else None
 
         settled = settle(first.changes, repeat)
-        settled.lost.update(first.kept_buffers)
+        settled.lost.update(first.lost)
         warn_of_attributes(self.model, settled)
         return settled
 

@@ -353,28 +353,3 @@ def test_what_a_class_has_before_a_forward_sets_it() -> None:
         torch.testing.assert_close(module.latest, eager.latest)
         assert module.calls == eager.calls == seed + 1
     assert (_CountsFromItsClass.calls, _CountsFromItsClass.latest) == (0, None)
-
-
-class Counting(nn.Module):
-    """Computes with a number that it changes in a dict, in place or in a new one."""
-
-    def __init__(self, in_place: bool) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.numbers, self.in_place = {"calls": 0, "limit": 9}, in_place
-
-    def forward(self, x: Tensor) -> Tensor:
-        calls = self.numbers["calls"] + 1
-        if self.in_place:
-            self.numbers["calls"] = calls
-        else:
-            self.numbers = {**self.numbers, "calls": calls}
-        return self.linear(x) * calls
-
-
-@pytest.mark.parametrize("in_place", [True, False])
-def test_a_number_that_is_read_in_a_dict_and_changed_there_is_named(in_place: bool) -> None:
-    module = compiled(lambda: Counting(in_place))
-    with pytest.warns(UserWarning, match=r"numbers \(dict of 2 -> dict of 2\)"):
-        module(torch.randn(2, WIDTH))
-    assert module.numbers == {"calls": 0, "limit": 9}

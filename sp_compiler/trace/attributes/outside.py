@@ -1,0 +1,58 @@
+"""Numbers outside of a model that its forward changes: attributes of its classes, and globals.
+
+``Layer.calls += 1`` and ``global STEP`` run during the capture, as all of Python's. What a forward
+computes with them is a constant of the graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from sp_compiler.base.warn import is_library
+
+_ABSENT = object()
+_Place = tuple[Any, str]
+"""A class or module, and the name of an attribute."""
+
+
+@contextlib.contextmanager
+def numbers_outside_watched(model: nn.Module) -> Iterator[dict[str, str]]:
+    """While ``model`` is exported: yields the text of each such change by name, at the end.
+
+    They stay changed: others may count with them, and nothing says what belongs to them.
+    """
+    changes: dict[str, str] = {}
+    before = _numbers(model)
+    try:
+        yield changes
+    finally:
+        for (owner, name), new in _numbers(model).items():
+            old = before.get((owner, name), _ABSENT)
+            if type(old) is type(new) and (old == new or old != old):  # NaN
+                continue
+            is_class = isinstance(owner, type)
+            where = owner.__qualname__ if is_class else f"global {owner.__name__}"
+            changes[f"{where}.{name}"] = f"{'none' if old is _ABSENT else old} -> {new}"
+
+
+def _numbers(model: nn.Module) -> dict[_Place, Any]:
+    # Dicts and not sets, for an order that is the same on all ranks.
+    classes = dict.fromkeys(each for module in model.modules() for each in type(module).__mro__)
+    own = [each for each in classes if not is_library(_file_of(each.__module__))]
+    modules = [sys.modules[name] for name in dict.fromkeys(each.__module__ for each in own)]
+    return {
+        (owner, name): value
+        for owner in (*own, *modules)
+        for name, value in list(vars(owner).items())
+        if type(value) in (bool, int, float) and not name.startswith("__")
+    }
+
+
+def _file_of(module: str) -> str:
+    # A notebook has none, and its code is the user's.
+    return getattr(sys.modules.get(module), "__file__", None) or ""

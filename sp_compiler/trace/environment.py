@@ -8,7 +8,7 @@ import traceback
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
 from unittest import mock
@@ -121,8 +121,15 @@ def export_context(
         yield functions
 
 
-def warn_of_attributes(model: nn.Module, settled: Settled) -> None:
-    """Warn of attributes that forward changes and a compiled call does not."""
+def warn_of_attributes(model: nn.Module, settled: Settled, outside: Mapping[str, str]) -> None:
+    """Warn of attributes, and of numbers ``outside`` of the model, that forward changes and a
+    compiled call does not."""
+    if outside:
+        names = ", ".join(f"{name} ({how})" for name, how in outside.items())
+        message = (
+            "forward changes numbers outside of the model; what depends on them stays as it is"
+        )
+        _warn_once(model, f"{message} now: {names}. Keep them in a tensor of register_buffer")
     if settled.lost:
         _warn_once(
             model,

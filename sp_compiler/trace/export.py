@@ -115,14 +115,13 @@ def capture(
     shapes = _open_shapes(model, example_args, example_kwargs) if open_dims else None
     real_leaves, _ = flatten_inputs(args, kwargs)
     run = ExportRun(model, example_args, example_kwargs, shapes, use_cache, real_leaves)
-    export = run.run()
-    stored = run.settled(export).stored
+    export, settled = run.settled(run.run())
     reads = export.reads
     # The graph holds the casts of autocast now; running its operators must not cast once more.
     with without_autocast():
         captured = _captured(export, model, in_spec, leaves, lift_casts, open_dims)
-    captured.stored = stored
-    refuse_text([*captured.outputs, *(leaf for each in stored for leaf in each.leaves)])
+    captured.stored = settled.stored
+    refuse_text([*captured.outputs, *(leaf for each in settled.stored for leaf in each.leaves)])
     captured.functions = export.functions
     captured.decisions = reads.decisions
     captured.notes += [f"holds for {decision}" for decision in reads.decisions]

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule
 
 from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.ir.fx import arguments, calls
 from sp_compiler.ir.rewriting import fake_mode_of
-from sp_compiler.trace.attributes.buffers import set_buffers_written
+from sp_compiler.trace.attributes.buffers import SetBuffers, set_buffers_written
 from sp_compiler.trace.attributes.changes import (
     Changes,
     Key,
@@ -51,8 +51,8 @@ class Export:
         functions: calls of autograd functions.
         reads: numbers that the forward reads from inputs and buffers.
         changes: attributes that the forward changed.
-        lost: buffers that the forward sets and a program cannot, and numbers outside of the model;
-            by name, with the change.
+        buffers: those that the forward sets.
+        outside: numbers outside of the model that it changes; by name, with the change.
         text: text of the exported graph.
     """
 
@@ -60,7 +60,8 @@ class Export:
     functions: list[FunctionCall]
     reads: Reads
     changes: Changes
-    lost: dict[str, str]
+    buffers: SetBuffers
+    outside: dict[str, str]
     text: str
 
 
@@ -83,23 +84,33 @@ class ExportRun:
     use_cache: bool | None
     leaves: Sequence[Any]
 
-    def run(self) -> Export:
+    def run(self, left: Collection[str] = ()) -> Export:
         """Export the model as it is.
+
+        Args:
+            left: paths of modules whose buffers stay as they are, whatever the forward sets.
 
         Raises:
             CaptureError, UnsupportedError: see :func:`sp_compiler.trace.export.capture`.
         """
         try:
-            return self._run(None)
-        except ForeignDraw as drawn:
-            return self._run(drawn)
+            return self._run(left, None)
+        except ForeignDraw as draw:
+            drawn = draw
+        with drawn.numbers(largest=False):
+            first = self._run(left, drawn)
+        with drawn.numbers(largest=True):
+            second = self._run(left, drawn)
+        if first.text != second.text or not _same_constants(first.exported, second.exported):
+            raise drawn.refusal()
+        return second
 
-    def _run(self, drawn: ForeignDraw | None) -> Export:
+    def _run(self, left: Collection[str], drawn: ForeignDraw | None) -> Export:
         with (
             all_on_meta(self.model),
             export_context(self.model, use_cache=self.use_cache) as functions,
             watched_state(self.model) as changes,
-            set_buffers_written(self.model) as kept_buffers,
+            set_buffers_written(self.model, left) as buffers,
             numbers_outside_watched(self.model) as outside,
             recorded_reads(self.model, self.leaves, drawn) as reads,
         ):
@@ -123,11 +134,14 @@ class ExportRun:
             except Exception as error:  # user code and export may raise anything
                 said = capture_error(self.model, error, reads)
                 raise said from error.with_traceback(users_frames(error.__traceback__))
-        lost = {**kept_buffers, **outside}
-        return Export(exported, functions, reads, changes, lost, text)
+        return Export(exported, functions, reads, changes, buffers, outside, text)
 
-    def settled(self, first: Export) -> Settled:
-        """Decide what happens to the attributes that the forward changed in ``first``; may warn."""
+    def settled(self, first: Export) -> tuple[Export, Settled]:
+        """Decide what happens to the attributes that the forward changed in ``first``; may warn.
+
+        Returns:
+            The export to use, which is another one if buffers stay with attributes, and this.
+        """
 
         def repeat(values: Mapping[Key, Any]) -> Changes | None:
             with changed_attributes(self.model, values):
@@ -139,9 +153,23 @@ class ExportRun:
             return second.changes if second.text == first.text else None
 
         settled = settle(first.changes, repeat)
-        settled.lost.update(first.lost)
-        warn_of_attributes(self.model, settled)
-        return settled
+        known = {(each.path, each.name) for each in settled.stored}
+        left = {path for path, name in first.changes.changed if (path, name) not in known}
+        # The forward sets both together: rotary tables, and the length that they are for.
+        if any(path in left for path, _ in first.buffers.written):
+            first = self.run(left)
+        settled.lost.update(first.buffers.lost)
+        warn_of_attributes(self.model, settled, first.outside)
+        return first, settled
+
+
+def _same_constants(one: ExportedProgram, other: ExportedProgram) -> bool:
+    """Compare the tensors that a forward has made of numbers, as by ``torch.from_numpy``."""
+    pairs = [(value, other.constants.get(name)) for name, value in one.constants.items()]
+    return all(
+        not isinstance(value, Tensor) or (isinstance(twin, Tensor) and torch.equal(value, twin))
+        for value, twin in pairs
+    )
 
 
 def _name_all_users(module: GraphModule) -> None:

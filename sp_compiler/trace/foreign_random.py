@@ -1,8 +1,10 @@
 """Random numbers that a forward does not draw from PyTorch, and seeds that it sets.
 
 A capture sees the number that ``random.random()`` returns, not the call: every step would compute
-with the same one. And the numbers that a compiled forward draws come from a counter, which no seed
-of the forward's own sets.
+with the same one. Where something draws, the forward is captured twice more, with generators whose
+next numbers are as small and as large as they can be: equal graphs do not depend on the numbers.
+And the numbers that a compiled forward draws come from a counter, which no seed of the forward's
+own sets.
 """
 
 from __future__ import annotations
@@ -27,48 +29,72 @@ from sp_compiler.trace.tracer_patches import asked_by_model
 
 # The generator whose methods are the functions of the module.
 _PYTHON = random.getstate.__self__  # type: ignore[attr-defined]  # a bound method
+_NUM_SEEDS = 1000
+"""Of so many seeds those with the extreme first numbers are taken."""
 
 
 class ForeignDraw(Exception):
-    """A forward has changed the states of ``generators``: it is to be captured again, traced."""
+    """The states of ``generators`` have changed while a forward was captured.
+
+    Attributes:
+        lines: of the forward's own, in which they have changed, by generator.
+    """
 
     def __init__(self, generators: dict[str, Any]) -> None:
         super().__init__(f"draws from {', '.join(generators)}")
         self.generators = generators
+        self.lines: dict[str, str] = {}
+
+    @contextlib.contextmanager
+    def numbers(self, *, largest: bool) -> Iterator[None]:
+        """Context in which the next number of each generator is about the smallest, or largest."""
+        states = {name: _state(each) for name, each in self.generators.items()}
+        for each in self.generators.values():
+            _put(each, _extreme_state(each, largest))
+        try:
+            yield
+        finally:
+            for name, state in states.items():
+                _put(self.generators[name], state)
+
+    def refusal(self) -> UnsupportedError:
+        """Return the error for a graph that depends on the numbers."""
+        name = next(iter({**self.lines, **self.generators}))
+        line = f": {self.lines[name]}" if name in self.lines else ""
+        return UnsupportedError(
+            f"the forward draws from {name}, and the compiled model would compute with the same "
+            f"number in every call{line}; draw with torch (torch.rand), or outside of the forward "
+            "and pass it as an argument"
+        )
 
 
 def drawing_from_torch(
-    model: nn.Module, forward: Callable[..., Any], traced: ForeignDraw | None
+    model: nn.Module, forward: Callable[..., Any], drawn: ForeignDraw | None
 ) -> Callable[..., Any]:
-    """Return ``forward`` of ``model``, which raises an error where random numbers would be lost.
-
-    What it draws after a seed of its own is the same in every call, and may become a constant.
+    """Return ``forward`` of ``model``, which raises an error where random numbers may be lost.
 
     Args:
         model: has generators of its own.
         forward: its forward.
-        traced: what a first capture has raised; the lines that draw are looked for, which is slow.
+        drawn: what a first capture has raised; now the lines that draw are noted in it.
 
     Raises:
-        ForeignDraw: not ``traced``, and something draws from a generator of Python's or NumPy's.
-        UnsupportedError: a line outside of PyTorch draws from one, or sets the seed of PyTorch's.
+        ForeignDraw: something has drawn from a generator of Python's or NumPy's, and is not
+            ``drawn``.
+        UnsupportedError: a line outside of PyTorch sets the seed of PyTorch's.
     """
 
     @functools.wraps(forward)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        with _torch_seeds_refused(), _seeds_noted() as seeded:
-            if traced is not None:
-                return _traced(functools.partial(forward, *args, **kwargs), traced, seeded)
+        with _torch_seeds_refused():
+            if drawn is not None:
+                return _traced(functools.partial(forward, *args, **kwargs), drawn)
             generators = _generators(model)
             before = {name: _state(each) for name, each in generators.items()}
             result = forward(*args, **kwargs)
-        drawn = {
-            name: each
-            for name, each in generators.items()
-            if id(each) not in seeded and _state(each) != before[name]
-        }
-        if drawn:
-            raise ForeignDraw(drawn)
+        changed = {n: each for n, each in generators.items() if _state(each) != before[n]}
+        if changed:
+            raise ForeignDraw(changed)
         return result
 
     return watched
@@ -78,25 +104,16 @@ def _generators(model: nn.Module) -> dict[str, Any]:
     """Return the generators that a forward may draw from, by what to call them."""
     found: dict[str, Any] = {"Python's random": _PYTHON}
     kinds: tuple[type, ...] = (random.Random,)
-    numbers = _random_of_numpy()
+    numbers = sys.modules.get("numpy.random")  # if anything has imported it
     if numbers is not None:
-        found["numpy.random"] = _of_numpy(numbers)
+        found["numpy.random"] = numbers.mtrand._rand
         kinds += (numbers.Generator, numbers.RandomState)
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if isinstance(value, kinds):
+            # The system's has no state.
+            if isinstance(value, kinds) and not isinstance(value, random.SystemRandom):
                 found[f"{type(value).__name__} {'.'.join(filter(None, (path, name)))}"] = value
     return found
-
-
-def _random_of_numpy() -> Any:
-    """Return the module, or ``None`` if nothing has imported it."""
-    return sys.modules.get("numpy.random")
-
-
-def _of_numpy(numbers: Any) -> Any:
-    """Return the generator whose methods are the functions of the module."""
-    return numbers.mtrand._rand
 
 
 def _state(generator: Any) -> bytes:
@@ -107,30 +124,25 @@ def _state(generator: Any) -> bytes:
     return pickle.dumps(generator.get_state() if bits is None else bits.state)
 
 
-@contextlib.contextmanager
-def _seeds_noted() -> Iterator[set[int]]:
-    """Context that yields the ``id`` of each generator whose seed has been set by now."""
-    seeded: set[int] = set()
+def _put(generator: Any, state: bytes) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(pickle.loads(state))
+    elif hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = pickle.loads(state)
+    else:
+        generator.set_state(pickle.loads(state))
 
-    def noting(generator: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def setting(*args: Any, **kwargs: Any) -> Any:
-            seeded.add(id(generator))
-            return function(*args, **kwargs)
 
-        return setting
+def _extreme_state(generator: Any, largest: bool) -> bytes:
+    bits = getattr(generator, "bit_generator", None)
 
-    with contextlib.ExitStack() as stack:
-        seed, setstate = noting(_PYTHON, random.seed), noting(_PYTHON, random.setstate)
-        stack.enter_context(mock.patch.object(random, "seed", seed))
-        stack.enter_context(mock.patch.object(random, "setstate", setstate))
-        numbers = _random_of_numpy()
-        if numbers is not None:
-            seed = noting(_of_numpy(numbers), numbers.seed)
-            set_state = noting(_of_numpy(numbers), numbers.set_state)
-            stack.enter_context(mock.patch.object(numbers, "seed", seed))
-            stack.enter_context(mock.patch.object(numbers, "set_state", set_state))
-        yield seeded
+    def seeded(seed: int) -> Any:
+        if isinstance(generator, random.Random):
+            return random.Random(seed)
+        return type(generator)(seed if bits is None else type(bits)(seed))
+
+    choose = max if largest else min
+    return _state(seeded(choose(range(_NUM_SEEDS), key=lambda seed: seeded(seed).random())))
 
 
 @contextlib.contextmanager
@@ -164,52 +176,38 @@ def _torch_seeds_refused() -> Iterator[None]:
         yield
 
 
-def _traced(forward: Callable[[], Any], draw: ForeignDraw, seeded: set[int]) -> Any:
-    """Run ``forward``; raise an error if a line of its own draws.
-
-    PyTorch may draw for itself, and some numbers are drawn once, as in eager code.
-    """
-    lines: dict[str, str] = {}
-    states = {name: _state(each) for name, each in draw.generators.items()}
+def _traced(forward: Callable[[], Any], drawn: ForeignDraw) -> Any:
+    """Run ``forward``; note its own lines that draw."""
+    states = {name: _state(each) for name, each in drawn.generators.items()}
     latest: tuple[FrameType | None, int] = None, 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal latest
-        # A function of C shows in no trace: what ran before the first event behind it has drawn.
-        for name, each in draw.generators.items():
-            if name not in lines and (state := _state(each)) != states[name]:
-                states[name] = state
-                if id(each) not in seeded and (line := _own_line(*latest)):
-                    lines[name] = line
-        runs = frame.f_back if event == "return" else frame
+        # Theirs are most, and the model's line that calls them is what a user knows.
+        if _is_others(frame.f_code.co_filename):
+            return None
+        # A function of C shows in no trace: the line before the first one behind it has drawn.
+        for name, each in drawn.generators.items():
+            if name not in drawn.lines and _state(each) != states[name] and latest[0] is not None:
+                drawn.lines[name] = line_text(latest[0].f_code.co_filename, latest[1])
+        runs: FrameType | None = frame
+        if event == "return":
+            runs = frame.f_back
+            while runs is not None and _is_others(runs.f_code.co_filename):
+                runs = runs.f_back
         latest = runs, 0 if runs is None else runs.f_lineno
         return trace
 
     known = sys.gettrace()
     sys.settrace(trace)
     try:
-        result = forward()
+        return forward()
     finally:
         sys.settrace(known)
-    for name, line in lines.items():
-        raise UnsupportedError(
-            f"the forward draws from {name}, and the compiled model would compute with the same "
-            f"number in every call: {line}; draw with torch (torch.rand), or outside of the "
-            "forward and pass it as an argument"
-        )
-    return result
 
 
-def _own_line(frame: FrameType | None, number: int) -> str:
-    """Return the line that ran, or that called Python's own library; "" if it is PyTorch's."""
-    while frame is not None and _is_standard(frame.f_code.co_filename):
-        frame = frame.f_back
-        number = 0 if frame is None else frame.f_lineno
-    if frame is None or is_library(frame.f_code.co_filename):
-        return ""
-    return line_text(frame.f_code.co_filename, number)
-
-
-def _is_standard(filename: str) -> bool:
-    """Whether this is a file of Python's own library, such as random.py."""
-    return filename.startswith(os.path.dirname(random.__file__)) and "-packages" not in filename
+@functools.cache
+def _is_others(filename: str) -> bool:
+    """Whether this is a file of PyTorch's, this package's or Python's own library."""
+    is_standard = filename.startswith(os.path.dirname(random.__file__))
+    return is_library(filename) or (is_standard and "-packages" not in filename)

@@ -141,6 +141,13 @@ def test_heads_and_batch_of_attention_are_sharded_whatever_is_in_front(
         check(whole, way, 2)
 
 
+def test_attention_of_keys_without_the_batch_of_the_queries_has_no_rule() -> None:
+    query, key = torch.randn(2, 2, 8).double(), torch.randn(4, 8).double()
+    attention = aten.scaled_dot_product_attention.default
+    whole = Whole.of(Call(attention, (query, key, key), {}))
+    assert not [way for way in offered(whole, 2) if way.results[0].is_sharded]
+
+
 @pytest.mark.parametrize(("right", "merged"), [((8, 6), True), ((1, 8, 6), False)], ids=str)
 def test_rows_of_a_product_are_merged_for_one_matrix(right: tuple[int, ...], merged: bool) -> None:
     """A batch of one matrix would be a batch of the merged rows too."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,11 +51,15 @@ def _put_back(model: Drawing) -> float:
     return number
 
 
-DRAWN: dict[str, tuple[Callable[[Drawing], float], str]] = {
+DRAWN: dict[str, tuple[Callable[[Drawing], Any], str]] = {
     "random": (lambda model: random.random(), "Python's random,.* lambda model: random.random()"),
     "shuffle": (_shuffled, "Python's random,.* random.shuffle"),
     "numpy": (lambda model: float(np.random.rand()), r"numpy\.random,.*float\(np"),
     "its own": (lambda model: model.own.random(), r"Random own,.* model\.own\.random"),
+    "a constant tensor": (
+        lambda model: torch.from_numpy(np.random.rand(4)).float(),
+        r"numpy\.random,.*from_numpy",
+    ),
     "numpy, its own": (
         lambda model: model.of_numpy.random(),
         r"Generator of_numpy,.* model\.of_numpy\.random",
@@ -96,14 +102,48 @@ def test_a_number_that_is_drawn_once_is_a_constant() -> None:
     assert str(graph).count("aten.add") == 1
 
 
-def test_torchs_own_code_may_draw() -> None:
-    of_torch = eval(compile("lambda: random.random()", torch.__file__, "eval"))
+def _unused(model: Drawing) -> float:
+    return 2.0 if random.random() < 0.5 and not model.training else 1.0
 
-    def draw(model: Drawing) -> float:
-        of_torch()
-        return 2.0
 
-    capture(Drawing(draw), (torch.randn(2, 4),), {})
+def _logged(model: Drawing) -> float:
+    if random.random() < 0.5 and np.random.rand() < 0.5:
+        model.noted = 1
+    return 1.0
+
+
+@pytest.mark.parametrize("draw", [_unused, _logged])
+def test_numbers_that_change_no_graph_may_be_drawn(draw: Callable[[Drawing], float]) -> None:
+    """As of layers that are dropped with probability 0; the generators go on as in eager code."""
+    model, x = Drawing(draw), torch.randn(2, 4)
+    random.seed(1)
+    capture(model, (x,), {})
+    after = random.getstate()
+    random.seed(1)
+    model(x)
+    assert random.getstate() == after
+
+
+def test_draws_of_another_thread_are_not_the_forwards() -> None:
+    stops = threading.Event()
+
+    def draw() -> None:
+        while not stops.is_set():
+            random.random()
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        capture(Drawing(lambda model: 1.0), (torch.randn(2, 4),), {})
+    finally:
+        stops.set()
+        thread.join()
+
+
+def test_a_generator_of_the_systems_has_no_state() -> None:
+    model = Drawing(lambda model: 1.0)
+    model.own = random.SystemRandom()
+    capture(model, (torch.randn(2, 4),), {})
 
 
 SEEDING: dict[str, Callable[[], object]] = {

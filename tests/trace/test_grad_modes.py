@@ -111,9 +111,19 @@ def _that_is_written_there(linear: nn.Module, x: Tensor) -> Tensor:
     return y * weights
 
 
+def _that_writes_what_is_read_detached_alone(linear: nn.Module, x: Tensor) -> Tensor:
+    target = linear(x * 2).detach().view(-1, x.shape[-1])
+    target.mul_(2)
+    with torch.no_grad():
+        other = linear(x * 3)
+        other.clamp_(-1, 1)
+    return (linear(x) - target.view_as(x)) * other.detach()
+
+
 @pytest.mark.parametrize(
     "function",
     [
+        _that_writes_what_is_read_detached_alone,
         _that_returns_itself,
         _of_a_parameter,
         _and_of_its_views,

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import importlib.util
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -56,5 +61,54 @@ class Outside(nn.Module):
 def test_numbers_outside_of_the_model_are_named() -> None:
     module = compiled(Outside)
     said = r"Outside\.calls \(0 -> 1\), global tests\.usage\.test_numbers\.STEP \(0 -> 1\)"
-    with pytest.warns(UserWarning, match=said):
+    with pytest.warns(UserWarning, match=f"numbers outside of the model.*{said}"):
         module(torch.randn(2, WIDTH))
+
+
+class Table(nn.Module):
+    """A table of the largest length so far, as of rotary embeddings that scale with it."""
+
+    table: Tensor
+    length: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("table", torch.ones(WIDTH))
+        self.length = 4
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[0]
+        if length > self.length:
+            self.table, self.length = self.table * length, torch.tensor(length)
+        elif length < 4 and self.length > 4:
+            self.table, self.length = torch.ones(WIDTH), 4
+        return self.linear(x) * self.table
+
+
+def test_a_buffer_stays_with_an_attribute_that_stays() -> None:
+    """Written, it would be that of a length that the module does not know."""
+    eager = Table()
+    module = compiled(lambda: copy.deepcopy(eager))
+
+    def compare(rows: int) -> None:
+        x = torch.randn(rows, WIDTH)
+        torch.testing.assert_close(module(x), eager(x))
+
+    compare(3)
+    with pytest.warns(UserWarning, match=r"length \(4 -> a tensor\).*table"):
+        compare(6)
+    compare(3)
+    assert torch.equal(module.table, torch.ones(WIDTH))
+
+
+def test_a_class_whose_file_was_not_imported(tmp_path: Path) -> None:
+    path = tmp_path / "not_imported.py"
+    path.write_text("from torch import nn\n\nclass Model(nn.Linear):\n    calls = 0\n")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    file = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(file)
+    module, x = compiled(lambda: file.Model(WIDTH, WIDTH)), torch.randn(2, WIDTH)
+    assert module(x).shape == x.shape

@@ -43,7 +43,9 @@ def _sdpa(node: Node) -> OpRule | None:
     shapes = operand_shapes(node)
     query, key, value = shapes[:3]
     # Query, key and value of one batch: a broadcast one has no factor that they share.
-    if len(query) < 3 or not query[:-3] == key[:-3] == value[:-3] or value[-3] != key[-3]:
+    if not 3 <= len(query) == len(key) == len(value):
+        return None
+    if not query[:-3] == key[:-3] == value[:-3] or value[-3] != key[-3]:
         return None
     batch = numbered(query[:-3])
     heads = Factor("a", query[-3])

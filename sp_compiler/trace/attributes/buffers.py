@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,13 +23,28 @@ from sp_compiler.trace.attributes.changes import Key, replaced_forward
 _Buffers = dict[Key, Tensor | None]
 
 
+@dataclass
+class SetBuffers:
+    """Buffers that a forward sets.
+
+    Attributes:
+        written: those that the captured graph writes.
+        lost: by name the text of each change that no write can express; that buffer stays as it is.
+    """
+
+    written: set[Key] = field(default_factory=set)
+    lost: dict[str, str] = field(default_factory=dict)
+
+
 @contextlib.contextmanager
-def set_buffers_written(model: nn.Module) -> Iterator[dict[str, str]]:
+def set_buffers_written(model: nn.Module, left: Collection[str] = ()) -> Iterator[SetBuffers]:
     """While ``model`` is exported: its forward writes into the buffers that it sets.
 
-    Yields the text of each change, by name, that no write can express; that buffer stays as it is.
+    Args:
+        model: the model.
+        left: paths of modules whose buffers stay as they are.
     """
-    lost: dict[str, str] = {}
+    found = SetBuffers()
     forward = model.forward
     # torch internals: export's own hook on assignments. Up to PyTorch 2.12 it also stays, on all
     # modules of the process, where an export fails: torch.compile breaks graphs at each of them.
@@ -42,12 +58,13 @@ def set_buffers_written(model: nn.Module) -> Iterator[dict[str, str]]:
             result = forward(*args, **kwargs)
         after = _buffers_of(model)
         _restore(model, before)
-        lost.clear()
-        return _written(before, after, result, lost)
+        found.lost.clear()
+        found.written.clear()
+        return _written(before, after, result, found, left)
 
     try:
         with replaced_forward(model, writing):
-            yield lost
+            yield found
     finally:
         hooks.clear()
         hooks.update(users)
@@ -75,13 +92,17 @@ def _buffers_of(model: nn.Module) -> _Buffers:
 
 
 def _restore(model: nn.Module, before: _Buffers) -> None:
+    own: dict[str, dict[str, Tensor | None]] = {}
+    for (path, name), value in before.items():
+        own.setdefault(path, {})[name] = value
     for path, module in model.named_modules():
-        own = {name: value for (where, name), value in before.items() if where == path}
         module._buffers.clear()
-        module._buffers.update(own)
+        module._buffers.update(own.get(path, {}))
 
 
-def _written(before: _Buffers, after: _Buffers, result: Any, lost: dict[str, str]) -> Any:
+def _written(
+    before: _Buffers, after: _Buffers, result: Any, found: SetBuffers, left: Collection[str]
+) -> Any:
     """Write what was set; return ``result`` with the values from before that."""
     names: dict[int, list[Key]] = {}
     for key, old in before.items():
@@ -93,11 +114,15 @@ def _written(before: _Buffers, after: _Buffers, result: Any, lost: dict[str, str
         if old is new:
             continue
         is_one = all(after.get(each) is new for each in names.get(id(old), ()))
-        if old is None or new is None or _described(old) != _described(new) or not is_one:
+        is_left = old is None or new is None or key[0] in left
+        if is_left or _described(old) != _described(new) or not is_one:
             text = f"{_described(old)} -> {_described(new)}" if is_one else "no longer shared"
-            lost[".".join(filter(None, key))] = text
+            found.lost[".".join(filter(None, key))] = text
         else:
+            assert old is not None
+            assert new is not None
             writes.append((old, new))
+            found.written.add(key)
     # What the forward returns or sets may be another buffer, or part of one.
     storages = {_storage(old) for old, _ in writes}
 

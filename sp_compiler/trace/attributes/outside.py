@@ -44,7 +44,9 @@ def _numbers(model: nn.Module) -> dict[_Place, Any]:
     # Dicts and not sets, for an order that is the same on all ranks.
     classes = dict.fromkeys(each for module in model.modules() for each in type(module).__mro__)
     own = [each for each in classes if not is_library(_file_of(each.__module__))]
-    modules = [sys.modules[name] for name in dict.fromkeys(each.__module__ for each in own)]
+    files = dict.fromkeys(each.__module__ for each in own)
+    # One that a file was executed in, without an import, may be in no table.
+    modules = [sys.modules[name] for name in files if name in sys.modules]
     return {
         (owner, name): value
         for owner in (*own, *modules)

@@ -323,13 +323,14 @@ def call_signature(node: Node) -> Hashable:
     inputs = node.all_input_nodes
     arguments = map_arg((node.args, node.kwargs), lambda source: f"%{inputs.index(source)}")
     # Strides and offset as well: they decide whether ``contiguous`` copies.
-    layouts = tuple(
+    layouts = [
         (leaf.shape, leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf.device)
         if isinstance(leaf, Tensor)
         else leaf
         for leaf in pytree.tree_leaves([source.meta["val"] for source in inputs])
-    )
-    return node.target, repr(arguments), layouts
+    ]
+    # As text: an open size has no hash.
+    return node.target, repr(arguments), repr(layouts)
 
 
 def trace_call(node: Node, mode: FakeTensorMode) -> Graph:

@@ -6,13 +6,14 @@
     with torch.no_grad():            d.mul_(2)
         h.mul_(2)
 
-Eager code goes on with the new numbers and the gradient of the old ones, as if nothing had been
-written. In a functional graph the new value is another one, which is detached: gradients that eager
-code has would be lost without a word.
+Eager code that reads ``h`` goes on with the new numbers and the gradient of the old ones, as if
+nothing had been written. In a functional graph the new value is another one, which is detached:
+gradients that eager code has would be lost without a word.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.base.provenance import node_origin
-from sp_compiler.ir.fx import arguments, carries_gradient
+from sp_compiler.ir.fx import arguments, carries_gradient, output_node
 from sp_compiler.ir.op_traits import FILLED
 from sp_compiler.ir.symbolic import same_shape
 
@@ -105,7 +106,9 @@ def refuse_hidden_writes(module: GraphModule) -> None:
         value = node.meta["val"]
         if isinstance(value, Tensor) and value.requires_grad:
             walk.with_gradient.update(storages(node))
-    walk.run(module, records=True, detached=[])
+    detached = walk.run(module, records=True, detached=[])
+    results = zip(output_node(module.graph).args[0], detached, strict=True)
+    walk.refuse_reads([value for value, is_detached in results if not is_detached])
 
 
 class _Walk:
@@ -115,11 +118,13 @@ class _Walk:
         given: storages of parameters, buffers and inputs: of these, export itself refuses writes,
             but for buffers, through which no gradient flows from one call to the next.
         with_gradient: storages of tensors with a gradient.
+        hidden: storage to the last write that hides from it.
     """
 
     def __init__(self) -> None:
         self.given: set[StorageWeakRef] = set()
         self.with_gradient: set[StorageWeakRef] = set()
+        self.hidden: dict[StorageWeakRef, Node] = {}
 
     def run(self, module: GraphModule, *, records: bool, detached: list[bool]) -> list[bool]:
         """Return which results are detached views, of inputs of which some are ``detached``."""
@@ -134,6 +139,16 @@ class _Walk:
             elif node.op == "call_function" and node not in known:
                 known[node] = self._call(node, records, known)
         return []
+
+    def refuse_reads(self, recorded: Iterable[Any]) -> None:
+        """Raise an error if a hidden write has changed what is read: nothing is lost before.
+
+        Raises:
+            UnsupportedError: with the line of the write.
+        """
+        for storage in (storage for value in recorded for storage in storages(value)):
+            if storage in self.hidden:
+                raise UnsupportedError(f"{_HIDDEN}{node_origin(self.hidden[storage])}")
 
     def _region(
         self, module: GraphModule, node: Node, records: bool, known: dict[Node, bool]
@@ -159,13 +174,15 @@ class _Walk:
         if node.target is _aten.detach_.default and has_gradient:
             raise UnsupportedError(f"{_DETACHES}{node_origin(node)}")
         own = set(storages(node))
+        recorded = [source for source in sources if records and source not in detached]
         if writes(node):
+            self.refuse_reads(recorded)
             targets = written(node)
             for target in targets:
                 computed = set(storages(target)) - self.given
                 is_hidden = not records or target in detached
-                if is_hidden and not computed.isdisjoint(self.with_gradient):
-                    raise UnsupportedError(f"{_HIDDEN}{node_origin(node)}")
+                if is_hidden:
+                    self.hidden.update(dict.fromkeys(computed & self.with_gradient, node))
                 if has_gradient and records:
                     self.with_gradient.update(storages(target))
             return not detached.isdisjoint(targets)
@@ -175,6 +192,8 @@ class _Walk:
         aliased = {source for source in sources if own.intersection(storages(source))}
         if aliased:
             return is_detached or not aliased.isdisjoint(detached)
+        if not is_detached:
+            self.refuse_reads(recorded)
         values = pytree.tree_leaves(node.meta.get("val"))
         numbers = any(isinstance(value, Tensor) and carries_gradient(value) for value in values)
         if has_gradient and numbers and not is_detached:
@@ -186,5 +205,6 @@ _DETACHES = "the forward calls detach_(), which a graph cannot express; write x 
 _HIDDEN = (
     "the forward writes in place, without recording it (under torch.no_grad(), or into a detached "
     "view), into a tensor that has a gradient, which a graph would lose: write "
-    "y = x + (new - x).detach() instead, or x = new.detach() if no gradient is to flow\n"
+    "y = x + (new - x).detach() instead, x = new.detach() if no gradient is to flow, or into a "
+    "copy, x.detach().clone()\n"
 )

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sp_compiler.ir.fx import is_getitem
 from sp_compiler.rules.table import has_rule
 from tests.helpers.normalized import normalized, outputs, randn
+from tests.helpers.users import compiled, num_compiled
 
 
 def _operators(function: Callable[[Tensor], Any], x: Tensor) -> set[str]:
@@ -78,3 +80,20 @@ def test_equal_calls_are_traced_once_and_replaced_each() -> None:
     assert [node.target for node in nodes] == [torch.ops.aten.mul.Tensor] * 3
     assert all(map(has_rule, nodes))
     assert all(node.meta["requires_grad"] and node.meta["stack_trace"] for node in nodes)
+
+
+def test_open_sizes_stay_open() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.multiply(torch.hstack([self.linear(x), x.diff(dim=0, append=x[:1])]), 2)
+
+    eager = Model()
+    module = compiled(lambda: copy.deepcopy(eager))
+    for rows in (3, 5, 7):
+        x = torch.randn(rows, 4)
+        torch.testing.assert_close(module(x), eager(x))
+    assert num_compiled(module) == 2

@@ -81,6 +81,7 @@ def _peers() -> list[StepReport]:
         ]
 
 
+@pytest.mark.slow
 def test_collectives_of_the_peers_are_counted() -> None:
     for style, other in run_on_ranks(2, _peers):
         layers = 2

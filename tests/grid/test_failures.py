@@ -263,5 +263,6 @@ def _numbers() -> bool:
     return _goes_on_after_failed_backwards({"dp_shard": 2, "tp": 1})
 
 
+@pytest.mark.slow
 def test_watched_groups_compute_the_same_and_outlive_failures_of_all() -> None:
     assert all(run_on_ranks(2, _numbers))

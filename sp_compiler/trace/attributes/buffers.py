@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +55,7 @@ def set_buffers_written(model: nn.Module, left: Collection[str] = ()) -> Iterato
     @functools.wraps(forward)
     def writing(*args: Any, **kwargs: Any) -> Any:
         before = _buffers_of(model)
-        with _exchanged(hooks, users):
+        with mock.patch.dict(hooks, users, clear=True):
             result = forward(*args, **kwargs)
         after = _buffers_of(model)
         _restore(model, before)
@@ -62,24 +63,8 @@ def set_buffers_written(model: nn.Module, left: Collection[str] = ()) -> Iterato
         found.written.clear()
         return _written(before, after, result, found, left)
 
-    try:
-        with replaced_forward(model, writing):
-            yield found
-    finally:
-        hooks.clear()
-        hooks.update(users)
-
-
-@contextlib.contextmanager
-def _exchanged(hooks: dict[Any, Any], others: Mapping[Any, Any]) -> Iterator[None]:
-    saved = dict(hooks)
-    hooks.clear()
-    hooks.update(others)
-    try:
-        yield
-    finally:
-        hooks.clear()
-        hooks.update(saved)
+    with mock.patch.dict(hooks), replaced_forward(model, writing):
+        yield found
 
 
 def _buffers_of(model: nn.Module) -> _Buffers:

@@ -91,13 +91,13 @@ class Changed:
             return "set", after
         if isinstance(after, list):
             num = len(before.content)
-            is_longer = len(after) > num and all(map(_alike, before.content, after))
+            is_longer = len(after) > num and all(map(alike, before.content, after))
             return ("append", after[num:]) if is_longer else ("refill", after)
         if isinstance(after, dict):
             if before.content.keys() - after.keys():
                 return "refill", after
             known = before.content
-            return "update", {k: v for k, v in after.items() if not _alike(known.get(k), v)}
+            return "update", {k: v for k, v in after.items() if not alike(known.get(k), v)}
         return "set", after
 
 
@@ -341,7 +341,7 @@ def _another(change: Changed) -> Any:
         other, after = copy.copy(before), change.after.content
         for key in before if isinstance(after, dict) else ():
             # A number that the forward puts there it may have read there.
-            if isinstance(before[key], _PLAIN) and not _alike(before[key], after.get(key)):
+            if isinstance(before[key], _PLAIN) and not alike(before[key], after.get(key)):
                 other[key] = _another_plain(before[key])
         other[_MARK] = torch.zeros((), device="cpu")
         return other
@@ -371,24 +371,25 @@ def _can_return(leaves: list[Any]) -> bool:
 def _same(first: Any, second: Any) -> bool:
     """Return whether two states are equal, without operations on tensors, which are being
     traced."""
-    if _alike(first, second):
+    if alike(first, second):
         return True
     if type(first) is not type(second):
         return False
     if type(first) not in _CONTAINERS or len(first) != len(second):
         return False
     if isinstance(first, dict):
-        return first.keys() == second.keys() and all(_alike(first[k], second[k]) for k in first)
-    return all(map(_alike, first, second))
+        return first.keys() == second.keys() and all(alike(first[k], second[k]) for k in first)
+    return all(map(alike, first, second))
 
 
-def _alike(first: Any, second: Any) -> bool:
+def alike(first: Any, second: Any) -> bool:
+    """Return whether two values are one object, or equal numbers or texts of one type."""
     plain = isinstance(first, _PLAIN) and type(first) is type(second)
     return first is second or (plain and bool(first == second))
 
 
 def _alike_or_tensors(first: Any, second: Any) -> bool:
-    return _alike(first, second) or (isinstance(first, Tensor) and isinstance(second, Tensor))
+    return alike(first, second) or (isinstance(first, Tensor) and isinstance(second, Tensor))
 
 
 def _text(value: Any) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from sp_compiler.base.warn import is_library
+from sp_compiler.trace.attributes.changes import alike
 
 _ABSENT = object()
 _Place = tuple[Any, str]
@@ -33,7 +34,7 @@ def numbers_outside_watched(model: nn.Module) -> Iterator[dict[str, str]]:
     finally:
         for (owner, name), new in _numbers(model).items():
             old = before.get((owner, name), _ABSENT)
-            if type(old) is type(new) and (old == new or old != old):  # NaN
+            if alike(old, new):
                 continue
             is_class = isinstance(owner, type)
             where = owner.__qualname__ if is_class else f"global {owner.__name__}"

@@ -36,10 +36,15 @@ from sp_compiler.trace.functionalize.hidden_writes import (
     writes,
     written,
 )
+from sp_compiler.trace.functionalize.regions import (
+    AUTOCAST,
+    SET_GRAD,
+    attribute_of,
+    body_of,
+    operands_of,
+)
 
 _aten = torch.ops.aten
-_SET_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
-_AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 _STATE = "sp_compiler_state."
 # They update running statistics, which their schemas do not say.
 _NORMS = (_aten.batch_norm.default, _aten.instance_norm.default)
@@ -98,30 +103,24 @@ def _nodes(module: GraphModule) -> Iterator[Node]:
     """Yield all nodes, including those of subgraphs."""
     for node in module.graph.nodes:
         yield node
-        if node.op == "get_attr" and isinstance(body := _attribute(module, node), GraphModule):
+        if node.op == "get_attr" and isinstance(body := attribute_of(module, node), GraphModule):
             yield from _nodes(body)
 
 
 def _is_simple(node: Node) -> bool:
     """Return whether the node writes nothing in place and its value consists of plain tensors of
     fixed size."""
-    tensors = [x for x in pytree.tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)]
-    if any(type(x) is not FakeTensor or x.is_conj() for x in tensors) or not _has_fixed_size(node):
-        return False
-    if node.op != "call_function" or node.target in (operator.getitem, _SET_GRAD):
+    for leaf in pytree.tree_leaves(node.meta.get("val")):
+        if isinstance(leaf, Tensor):
+            if type(leaf) is not FakeTensor or leaf._has_symbolic_sizes_strides or leaf.is_conj():
+                return False
+        elif isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
+            return False
+    if node.op != "call_function" or node.target in (operator.getitem, SET_GRAD):
         return True
     if not isinstance(node.target, OpOverload) or node.target._schema.is_mutable:
         return False
     return not _updates_statistics(node)
-
-
-def _has_fixed_size(node: Node) -> bool:
-    return not any(
-        x._has_symbolic_sizes_strides
-        if isinstance(x, Tensor)
-        else isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool)
-        for x in pytree.tree_leaves(node.meta.get("val"))
-    )
 
 
 def _updates_statistics(node: Node) -> bool:
@@ -130,18 +129,6 @@ def _updates_statistics(node: Node) -> bool:
         return False
     *_, running_mean, _, by_batch = node.args[:6]
     return bool(by_batch) and running_mean is not None
-
-
-def _attribute(module: GraphModule, node: Node) -> Any:
-    return getattr(module, str(node.target), None)
-
-
-def _body(module: GraphModule, node: Node) -> GraphModule:
-    """Return the subgraph that ``node`` runs."""
-    (attribute,) = [arg for arg in node.args if isinstance(arg, Node) and arg.op == "get_attr"]
-    body = _attribute(module, attribute)
-    assert isinstance(body, GraphModule)
-    return body
 
 
 def _prepare_subgraphs(module: GraphModule, is_written: bool, records: bool = True) -> None:
@@ -156,11 +143,11 @@ def _prepare_subgraphs(module: GraphModule, is_written: bool, records: bool = Tr
     """
     if is_written and not records:
         _detach_what_is_written(module.graph)
-    for node in calls(module.graph, _SET_GRAD, _AUTOCAST):
-        body = _body(module, node)
-        inside = bool(node.args[0]) if node.target is _SET_GRAD else records
+    for node in calls(module.graph, SET_GRAD, AUTOCAST):
+        body = body_of(module, node)
+        inside = bool(node.args[0]) if node.target is SET_GRAD else records
         _prepare_subgraphs(body, is_written, inside)
-        if node.target is _SET_GRAD and node.args[0] is False:
+        if node.target is SET_GRAD and node.args[0] is False:
             _detach_outputs(body, _detach_new_values(body) if is_written else set())
         # torch internals: GraphModule.forward of an exported subgraph, on the instance. A generated
         # forward is one frame, and run_decompositions would lose the provenance of its nodes.
@@ -231,13 +218,13 @@ def _same_object(module: GraphModule, value: Any) -> Any:
         region = value.args[0] if value.target is operator.getitem else None
         if is_itself(value):
             value = value.args[0]
-        elif isinstance(region, Node) and region.target in (_SET_GRAD, _AUTOCAST):
-            body = _body(module, region)
+        elif isinstance(region, Node) and region.target in (SET_GRAD, AUTOCAST):
+            body = body_of(module, region)
             inputs = body.graph.find_nodes(op="placeholder")
             result = _same_object(body, output_node(body.graph).args[0][value.args[1]])
             if result not in inputs:
                 return value
-            value = region.args[len(region.args) - len(inputs) + inputs.index(result)]
+            value = operands_of(region, body)[inputs.index(result)]
         else:
             return value
     return value
@@ -257,8 +244,8 @@ def _inline(module: GraphModule) -> None:
     """Copy the nodes of every subgraph to where it is called."""
     graph = module.graph
     # Grad mode alone: functionalize() leaves autocast regions to run_decompositions.
-    for node in calls(graph, _SET_GRAD):
-        body = _body(module, node)
+    for node in calls(graph, SET_GRAD):
+        body = body_of(module, node)
         _inline(body)
         _replace(node, body.graph, node.args[2:])
     for attribute in graph.find_nodes(op="get_attr"):

@@ -27,6 +27,7 @@ from sp_compiler.base.provenance import node_origin
 from sp_compiler.ir.fx import arguments, carries_gradient, output_node
 from sp_compiler.ir.op_traits import FILLED
 from sp_compiler.ir.symbolic import same_shape
+from sp_compiler.trace.functionalize.regions import AUTOCAST, SET_GRAD, body_of, operands_of
 
 _aten = torch.ops.aten
 _DROPOUTS = (
@@ -46,8 +47,6 @@ _WITHOUT_GRADIENT = frozenset(
     {_aten.detach.default, _aten.empty_like.default, _aten.new_empty.default, *FILLED}
     | {_aten.rand_like.default, _aten.randn_like.default}
 )
-_SET_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
-_AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 
 
 def writes(node: Node) -> bool:
@@ -134,7 +133,7 @@ class _Walk:
                 known[node] = next(given, False)
             elif node.op == "output":
                 return [known.get(value, False) for value in node.args[0]]
-            elif node.target in (_SET_GRAD, _AUTOCAST):
+            elif node.target in (SET_GRAD, AUTOCAST):
                 self._region(module, node, records, known)
             elif node.op == "call_function" and node not in known:
                 known[node] = self._call(node, records, known)
@@ -153,11 +152,9 @@ class _Walk:
     def _region(
         self, module: GraphModule, node: Node, records: bool, known: dict[Node, bool]
     ) -> None:
-        (body,) = [arg for arg in node.args if isinstance(arg, Node) and arg.op == "get_attr"]
-        graph = module.get_submodule(str(body.target))
-        assert isinstance(graph, GraphModule)
-        given = [known.get(arg, False) for arg in node.args[node.args.index(body) + 1 :]]
-        if node.target is _SET_GRAD:
+        graph = body_of(module, node)
+        given = [known.get(operand, False) for operand in operands_of(node, graph)]
+        if node.target is SET_GRAD:
             records = bool(node.args[0])
         results = self.run(graph, records=records, detached=given)
         for user in node.users:

@@ -14,9 +14,9 @@ from torch.fx.node import map_arg
 from sp_compiler.base.pass_report import Pass
 from sp_compiler.ir.fx import tensor_operands
 from sp_compiler.ir.op_traits import draws
-from sp_compiler.ir.rewriting import fake_mode_of, insert_call, replace_with
+from sp_compiler.ir.rewriting import fake_mode_of, insert_call, replace_results
 from sp_compiler.rules.table import has_rule
-from sp_compiler.trace.functionalize import call_signature, is_composite, trace_call
+from sp_compiler.trace.functionalize.composites import call_signature, is_composite, trace_call
 
 _ORIGIN = Pass.NORMALIZE
 
@@ -76,9 +76,4 @@ def _replace(node: Node, body: Graph) -> None:
         args, kwargs = map_arg((part.args, part.kwargs), values.__getitem__)
         values[part] = insert_call(node, part.target, args, kwargs, origin=_ORIGIN)
     (results,) = body.find_nodes(op="output")[0].args
-    if isinstance(results, Node):
-        replace_with(node, values[results])
-        return
-    for user in list(node.users):  # each picks one of them
-        replace_with(user, values[results[user.args[1]]])
-    node.graph.erase_node(node)
+    replace_results(node, map_arg(results, values.__getitem__))

@@ -15,6 +15,7 @@ meta key            what the makers write
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -147,6 +148,18 @@ def replace_with(node: Node, value: Node) -> None:
     if "origin" in value.meta:
         value.meta.setdefault("replaces", node.meta.get("replaces", node.name))
     node.replace_all_uses_with(value)
+    node.graph.erase_node(node)
+
+
+def replace_results(node: Node, values: Node | Sequence[Node]) -> None:
+    """Like :func:`replace_with`, for a ``node`` that may have several results: ``values`` are all
+    of them, and every user of ``node`` picks one."""
+    if isinstance(values, Node):
+        replace_with(node, values)
+        return
+    for user in list(node.users):
+        assert user.target is operator.getitem
+        replace_with(user, values[user.args[1]])
     node.graph.erase_node(node)
 
 

@@ -14,21 +14,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dispatch.python import enable_python_dispatcher
-from torch._export.utils import _get_decomp_for_cia, _is_cia_op, _is_preservable_cia_op
+from torch._export.utils import _get_decomp_for_cia, _is_preservable_cia_op
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 from torch.fx import Graph, GraphModule, Interpreter, Node
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.node import map_arg
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from sp_compiler.base.pass_report import Pass
 from sp_compiler.ir.fx import calls, output_node
-from sp_compiler.ir.rewriting import fake_mode_of, inherit, make_call
+from sp_compiler.ir.rewriting import fake_mode_of, inherit, make_call, replace_results
+from sp_compiler.trace.functionalize.composites import call_signature, is_composite, trace_call
 from sp_compiler.trace.functionalize.hidden_writes import (
     is_itself,
     refuse_hidden_writes,
@@ -259,18 +257,11 @@ def _replace(node: Node, body: Graph, inputs: Any) -> list[Node]:
     values = dict(zip(body.find_nodes(op="placeholder"), inputs, strict=True))
     with graph.inserting_before(node):
         results = graph.graph_copy(body, values)
-    if isinstance(results, Node):
-        node.replace_all_uses_with(results)
-    else:
-        for user in list(node.users):
-            assert user.target is operator.getitem
-            user.replace_all_uses_with(results[user.args[1]])
-            graph.erase_node(user)
     new = []
     while before.next is not node:
         before = before.next
         new.append(before)
-    graph.erase_node(node)
+    replace_results(node, results)
     return new
 
 
@@ -289,11 +280,6 @@ def _decompose_views(graph: Graph) -> None:
             inherit(new, node)
 
 
-def is_composite(target: Any) -> bool:
-    """Return whether an operator is implemented by others alone, for every device."""
-    return isinstance(target, OpOverload) and _is_cia_op(target)
-
-
 def _is_decomposed(target: Any) -> bool:
     """Return whether an operator is decomposed; ``reshape`` is not: all views become reshapes."""
     return (
@@ -303,42 +289,3 @@ def _is_decomposed(target: Any) -> bool:
         # a list of our own the two ways to functionalize would differ.
         and not _is_preservable_cia_op(target)
     )
-
-
-def call_signature(node: Node) -> Hashable:
-    """Equal for calls that do the same to operands of the same shape, strides, dtype and device."""
-    inputs = node.all_input_nodes
-    arguments = map_arg((node.args, node.kwargs), lambda source: f"%{inputs.index(source)}")
-    # Strides and offset as well: they decide whether ``contiguous`` copies.
-    layouts = [
-        (leaf.shape, leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf.device)
-        if isinstance(leaf, Tensor)
-        else leaf
-        for leaf in pytree.tree_leaves([source.meta["val"] for source in inputs])
-    ]
-    # As text: an open size has no hash.
-    return node.target, repr(arguments), repr(layouts)
-
-
-def trace_call(node: Node, mode: FakeTensorMode) -> Graph:
-    """Return a functional graph of the operators that one call runs, with its input nodes as
-    placeholders."""
-    inputs = node.all_input_nodes
-
-    def call(*values: Any) -> Any:
-        known = dict(zip(inputs, values, strict=True))
-        args, kwargs = map_arg((node.args, node.kwargs), known.__getitem__)
-        return node.target(*args, **kwargs)
-
-    with mode, enable_python_dispatcher():  # which decomposes in Python, as the export does
-        values = [
-            pytree.tree_map_only(Tensor, Tensor.detach, source.meta["val"]) for source in inputs
-        ]
-        graph = make_fx(call)(*values).graph
-        # Some composites write to what they make, feature dropout to its noise. Not always: under
-        # functionalize others are made of other operators, dropout of what draws a mask.
-        if any(
-            isinstance(x.target, OpOverload) and x.target._schema.is_mutable for x in graph.nodes
-        ):
-            graph = make_fx(torch.func.functionalize(call))(*values).graph
-        return graph

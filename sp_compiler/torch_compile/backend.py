@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -13,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 
 from sp_compiler.base.errors import ArgumentError, SPCompilerError, expected_one_of
+from sp_compiler.base.warn import warn
 from sp_compiler.compiler import build
 from sp_compiler.ir.hints import Parameters, parameters_of, unmatched
 from sp_compiler.options import CompileOptions, Options
@@ -77,10 +77,9 @@ def _with_own_hints(options: CompileOptions, parameters: Parameters) -> CompileO
     # A graph break makes several graphs of one model, each with some of its parameters.
     missing = unmatched(options.hints, parameters)
     if missing:
-        warnings.warn(
+        warn(
             f"hints for {', '.join(map(repr, missing))} match nothing in this graph, whose "
-            f"parameters are {', '.join(list(parameters)[:8]) or 'none'}...",
-            stacklevel=2,
+            f"parameters are {', '.join(list(parameters)[:8]) or 'none'}..."
         )
     kept = {key: hint for key, hint in options.hints.items() if key not in missing}
     return dataclasses.replace(options, hints=kept)

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.module.state import COMPILING
 from sp_compiler.runtime.executor import Executor
 from sp_compiler.runtime.group import TensorParallelGroup, forward_seed
 from sp_compiler.runtime.kernels import compile_kernels
@@ -21,6 +22,7 @@ from sp_compiler.runtime.program_cache import ProgramCache
 from sp_compiler.runtime.rank_checks import RankAgreement, fingerprints
 from sp_compiler.torch_compile.dynamo_graph import BoundInputs, DynamoGraph
 from sp_compiler.torch_compile.full_parameters import local_parameters
+from sp_compiler.trace.environment import without_saved_tensor_hooks
 
 Build = Callable[[nn.Module, Sequence[Tensor]], CompiledProgram]
 
@@ -123,7 +125,7 @@ class CompiledGraph:
                 self._agreement.require_equal("compares its weights", fingerprints(parameters))
             model = self._graph.as_model(bound)
             # Constants that are made now outlive the caller's inference_mode.
-            with torch.inference_mode(False):
+            with COMPILING, torch.inference_mode(False), without_saved_tensor_hooks():
                 program = self._build(model, bound.tensors)
             # An executor of its own: other sizes are other graphs, with other things to keep.
             executor = Executor(program, self._group.communicator)

@@ -169,6 +169,18 @@ def test_blocks_compiled_one_by_one_share_a_program(programs: list[CompiledProgr
     assert len(programs) == 1
 
 
+def test_a_checkpoint_around_the_first_call_sees_nothing_of_the_compilation() -> None:
+    model = nn.Linear(HIDDEN, HIDDEN, dtype=torch.float64)
+    compiled = torch.compile(model, backend="sp_compiler", options={"tp": 1})
+    x = torch.randn(2, HIDDEN, dtype=torch.float64)
+    # It counts what autograd saves, in both of its forwards.
+    torch.utils.checkpoint.checkpoint(lambda: compiled(x), use_reentrant=False).sum().backward()
+    assert model.weight.grad is not None
+    torch.testing.assert_close(
+        model.weight.grad, x.sum(0).expand(HIDDEN, HIDDEN), rtol=0, atol=1e-14
+    )
+
+
 def test_checkpointing_in_the_model_is_ignored_with_a_warning() -> None:
     model, expected = counting_net(checkpointed=True), counting_net()
     compiled = compiled_by_dynamo(model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -110,7 +110,7 @@ class Reference:
             return cls(precision, true, 0.0, 0.0)
 
         @contextlib.contextmanager
-        def otherwise() -> Any:
+        def otherwise() -> Iterator[None]:
             with precision.entered(), OtherRounding():
                 yield
 

@@ -19,6 +19,7 @@ from sp_compiler.base.pass_report import Pass
 from sp_compiler.compiler import Compilation, to_program
 from sp_compiler.ir.captured import Captured
 from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.ir.fx import carries_gradient
 from sp_compiler.ir.program import Program
 from sp_compiler.options import CompileOptions, Options, with_options
 from sp_compiler.pass_manager.runner import PassRunner
@@ -68,7 +69,8 @@ def verify(
 
     Raises:
         ArgumentError: an invalid argument, parameters on the ``meta`` device, or a model that
-            returns no tensor, cannot be copied or computes something else each time.
+            returns no tensor or no finite number, cannot be copied or computes something else each
+            time.
         UnsupportedError: options that do not work together in this version, or hooks inside the
             model.
         CaptureError: the model has control flow that depends on parameters or activations.
@@ -220,11 +222,7 @@ def _before_sharding(step: Step, options: CompileOptions) -> tuple[list[Comparis
 
     eager = Reference.of(run_eager)
     _require_same_numbers(eager, run_eager)
-    if not any(isinstance(item, Tensor) for item in eager.true.outputs):
-        raise ArgumentError(
-            f"model: {step.name} returns no tensor for these inputs, so there is nothing to "
-            "compare; let its forward return the loss or what it computes"
-        )
+    _require_numbers(step.name, eager.true.outputs)
     exported = undropped(step, partial(run_flat, captured), eager.precision)
     rows = [eager.compare(Pass.EXPORT, "model", exported)]
     # Later passes answer for the capture: eager code may ask for the dtype, which is another here.
@@ -244,6 +242,24 @@ def _require_same_numbers(eager: Reference, run: Callable[[Precision], Numbers])
             f"model: two forwards of the same inputs, with the same seed of torch, differ by "
             f"{error:.0e}, so there is nothing to compare; draw random numbers with torch (not "
             "random, numpy or a clock), and keep what changes from call to call in buffers"
+        )
+
+
+def _require_numbers(name: str, outputs: Sequence[Any]) -> None:
+    """Raise an error for a model that returns nothing which could differ: NaN equals NaN here."""
+    tensors = [item for item in outputs if isinstance(item, Tensor)]
+    if not tensors:
+        raise ArgumentError(
+            f"model: {name} returns no tensor for these inputs, so there is nothing to "
+            "compare; let its forward return the loss or what it computes"
+        )
+    floating = [item for item in tensors if carries_gradient(item) and item.numel()]
+    # Of a loss that is NaN all gradients are, whatever stands beside it.
+    roots = [item for item in floating if item.dim() == 0][:1] or floating
+    if roots and not any(bool(item.isfinite().any()) for item in roots):
+        raise ArgumentError(
+            f"model: {name} returns no finite number for these inputs, so there is nothing to "
+            "compare; give it weights and example_inputs of an ordinary step"
         )
 
 

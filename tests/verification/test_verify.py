@@ -343,3 +343,22 @@ class _Silent(nn.Module):
 def test_a_model_that_returns_no_tensor_is_not_called_right() -> None:
     with pytest.raises(ArgumentError, match=r"_Silent returns no tensor.*nothing to compare"):
         verify(_Silent(), ((torch.zeros(2, 4),), {}))
+
+
+class _Loss(nn.Module):
+    """Returns a loss, and what it is computed from, one number of which is never defined."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.linear(x)
+        return y.pow(2).mean(), torch.cat([y.flatten(), y.new_full((1,), torch.nan)])
+
+
+def test_a_model_whose_loss_is_nan_is_not_called_right() -> None:
+    """NaN on both sides is equal, and so were all gradients of such a loss."""
+    assert verify(_Loss(), ((torch.ones(2, 4),), {})).ok
+    with pytest.raises(ArgumentError, match=r"_Loss returns no finite number.*nothing to compare"):
+        verify(_Loss(), ((torch.full((2, 4), torch.nan),), {}))

@@ -107,7 +107,9 @@ def _check_equal(first: Tensor, other: Tensor, rank: int) -> None:
         # that they are NaN, and a missing conversion must not be blamed for it.
         if ((first == other) | (first.isnan() & other.isnan())).all():
             return
-        spread = (first - other).abs().max().item()
+        # Not in their own type: bools have no difference, and that of unsigned numbers wraps.
+        wide = torch.complex128 if first.is_complex() else torch.float64
+        spread = (first.to(wide) - other.to(wide)).abs().max().item()
         raise RankMismatchError(
             f"a replicated value differs between rank 0 and rank {rank} by up to {spread:g}; "
             "a conversion is missing or wrong"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from pathlib import Path
@@ -53,10 +54,13 @@ def own_folder(folder: Path, suffix: str = "") -> Path:
     rank = f"rank{os.environ['RANK']}-" if "RANK" in os.environ else ""
     # Numbers, not times: folders of two ranks, or of a run that is repeated, can be compared.
     numbered = (folder / f"{rank}{number:03}{suffix}" for number in itertools.count())
-    # A second compilation, or a second run, must not hide what the first one was.
-    own = next(path for path in numbered if not path.exists())
-    own.mkdir(parents=True)
-    return own
+    for own in numbered:
+        # A second compilation, or a second run, must not hide what the first one was. Tried, not
+        # looked for: ranks that were started without RANK in the environment make folders at once.
+        with contextlib.suppress(FileExistsError):
+            own.mkdir(parents=True)
+            return own
+    raise AssertionError("there is always a next number")
 
 
 def _stage_text(stage: Snapshot) -> str:

@@ -13,10 +13,10 @@ from sp_compiler.graph_diff.report import GraphDiff
 from sp_compiler.ir.snapshot import Snapshot, unknown_stage
 from sp_compiler.module.calls import executor_for
 from sp_compiler.module.outputs import plain_input
-from sp_compiler.module.state import ModuleState
+from sp_compiler.module.state import COMPILING, ModuleState
 from sp_compiler.planning.plan import Plan
 from sp_compiler.planning.planned_program import PlannedProgram
-from sp_compiler.trace.arguments import ExampleInputs
+from sp_compiler.trace.arguments import ExampleInputs, checked_inputs
 from sp_compiler.trace.export import flatten_inputs
 from sp_compiler.verification.edited import check_edited
 
@@ -53,11 +53,12 @@ class Inspection:
             example_inputs: (args, kwargs) of a call.
 
         Raises:
-            ArgumentError: the text is not valid Python, lacks a class or method of the generated
-                code or changes its arguments, raises an error, computes something else, or the
-                inputs lead to NaN. The module continues with the code that it had.
+            ArgumentError: ``example_inputs`` are not (args, kwargs); or the text is not valid
+                Python, lacks a class or method of the generated code or changes its arguments,
+                raises an error, computes something else, or the inputs lead to NaN. The module
+                continues with the code that it had.
             RankMismatchError: the ranks got different texts.
-            UnsupportedError: the backend is "inductor", which compiles graphs instead of text.
+            UnsupportedError: the backend is not "eager": others compile graphs instead of text.
         """
         state = self._sp_state
         if state.options["backend"] != repr("eager"):
@@ -68,10 +69,10 @@ class Inspection:
         # A text of one line is no generated module.
         is_text = isinstance(source, str) and "\n" in source
         text = str(source) if is_text else _read(Path(source))
-        args, kwargs = example_inputs
+        args, kwargs = checked_inputs(self, example_inputs)
         leaves, structure = flatten_inputs(args, kwargs)
         leaves = [plain_input(leaf) for leaf in leaves]
-        with state.group.reporting():
+        with state.group.reporting(), COMPILING:
             # Not the text itself: of two long ones a message would show the equal beginnings.
             digest = hashlib.sha256(text.encode()).hexdigest()[:12]
             state.agreement.require_equal(

@@ -18,7 +18,7 @@ from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.module.calls import executor_for, require_data
 from sp_compiler.module.distributed_module import DistributedModule
 from sp_compiler.module.outputs import plain_input
-from sp_compiler.module.state import Build
+from sp_compiler.module.state import COMPILING, Build
 from sp_compiler.pipeline_parallel.axes import PipelineAxis
 from sp_compiler.pipeline_parallel.cutting import (
     Rest,
@@ -258,8 +258,7 @@ class PipelineModule(StageParameters):
             if id(compiled) not in self._runners:
                 self._runners[id(compiled)] = compiled, self._runner(self._cut(compiled))
             draws = any("seed" in region.input_kinds for region in compiled.program.regions)
-            seeds: list[Tensor | None] = [None] * self._microbatches
-            seeds = [*self._stage_ranks.seeds(self._microbatches)] if draws else seeds
+            seeds = self._stage_ranks.seeds(len(parts)) if draws else [None] * len(parts)
             weights = self._stage_ranks.weights(self._weigh, parts, structure)
             feed = Feed(parts, seeds, weights)
             gathered = self._gathered
@@ -280,7 +279,8 @@ class PipelineModule(StageParameters):
         self, parts: Sequence[list[Any]], structure: pytree.TreeSpec
     ) -> CompiledProgram:
         """Return the program of these microbatches, which have one size."""
-        compiled = executor_for(self._state, parts[0], structure).compiled
+        with COMPILING:
+            compiled = executor_for(self._state, parts[0], structure).compiled
         require_one_way(compiled.program, parts[1:], self._state.buffers)
         return compiled
 

@@ -65,23 +65,24 @@ class Checkpoint:
         """Return a copy of ``rank``'s part of the tensor; nothing else is read from the file."""
         source = self._slice(name)
         shape = tuple(source.get_shape())
-        if not placement.is_sharded:
-            with _readable(self._files[name], name):
+        with _readable(self._files[name], name):
+            if not placement.is_sharded:
                 full: Tensor = self._file(name).get_tensor(name)
-            return full
-        before = (slice(None),) * placement.dim
-        pieces = [
-            source[(*before, slice(start, stop))]
-            for start, stop in _own_ranges(shape[placement.dim], placement, rank, world_size)
-        ]
+                return full
+            before = (slice(None),) * placement.dim
+            pieces = [
+                source[(*before, slice(start, stop))]
+                for start, stop in _own_ranges(shape[placement.dim], placement, rank, world_size)
+            ]
         # A slice may share the memory of the full tensor as it is mapped from the file.
         return torch.cat(pieces, placement.dim)
 
     def sample(self, name: str) -> Tensor:
         """Return the first row of the tensor; all of it if it has no rows."""
         source = self._slice(name)
-        # Enough to tell two files apart, and little enough to read of every tensor.
-        first: Tensor = source[0:1] if source.get_shape() else self._file(name).get_tensor(name)
+        with _readable(self._files[name], name):
+            # Enough to tell two files apart, and little enough to read of every tensor.
+            first: Tensor = source[0:1] if source.get_shape() else self._file(name).get_tensor(name)
         return first
 
     def _slice(self, name: str) -> Any:

@@ -102,7 +102,7 @@ def load(
         raise UsageError(
             "expected a model: package.module:callable, a config.json, or --preset NAME"
         )
-    to_dtype = _dtype(dtype)
+    to_dtype = _dtype("--dtype", dtype)
     if preset is not None:
         return _preset(preset, batch, sequence, to_dtype or torch.bfloat16, device)
     assert source is not None
@@ -244,7 +244,8 @@ def _configured(config: dict[str, Any], device: str) -> nn.Module:
     if not (isinstance(model_class, type) and hasattr(model_class, "config_class")):
         raise ArgumentError(f"{name} of transformers is no model, such as LlamaForCausalLM")
     # Before transformers reads it, whose error names no field.
-    dtype = _dtype(config.get("dtype", config.get("torch_dtype")))
+    field = "dtype" if "dtype" in config else "torch_dtype"
+    dtype = _dtype(f"the configuration's {field}", config.get(field))
     fields = {key: value for key, value in config.items() if key != "architectures"}
     # A cache of keys and values is for generation, and would be switched off with a word.
     known = model_class.config_class(**{**fields, "use_cache": False})
@@ -292,12 +293,12 @@ def _example(model: nn.Module, batch: int, sequence: int, device: str) -> Exampl
     return (), {"input_ids": ids, **({"labels": ids} if labelled else {})}
 
 
-def _dtype(name: object) -> torch.dtype | None:
+def _dtype(argument: str, name: object) -> torch.dtype | None:
     if name is None:
         return None
     dtype = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ArgumentError(
-            f"dtype {name!r}: expected a floating point dtype of torch, such as bfloat16"
+            f"{argument} {name!r}: expected a floating point dtype of torch, such as bfloat16"
         )
     return dtype

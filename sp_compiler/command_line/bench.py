@@ -26,7 +26,6 @@ from sp_compiler.trace.arguments import ExampleInputs
 
 _WARM_UP = 2  # the first step compiles, the second meets what the first one allocated
 _SEED = 0
-_BYTES = ("kept_bytes", "peak_bytes")
 
 
 @dataclass(frozen=True)

@@ -58,13 +58,13 @@ def place_optimizer_state(
 
 def show_true_state(module: MirrorModule) -> None:
     """Enable this for every optimizer of ``module``, which is compiled for several ranks."""
-    if not _MODULES:
-        _wrap()
+    _wrap()
     _MODULES.add(module)
 
 
 @functools.cache
 def _wrap() -> None:
+    """Wrap the two methods of ``Optimizer``, once for the process."""
     saved, load = Optimizer.state_dict, Optimizer.load_state_dict
 
     @functools.wraps(saved)

@@ -227,7 +227,8 @@ class Executor:
         if not torch.is_grad_enabled():
             return runner
         if self._weights is not None:
-            return self._delayed(runner, self._arguments[index], owners)
+            targets = self._targets(self._arguments[index], owners)
+            return DelayedRunner(**vars(runner), weights=self._weights, targets=targets)
         if self._sent:
             # One also for a call that sends nothing: it fetches for the call before it.
             frame.trip = HostTrip(self._sent.get(name, ()), frame.trip)
@@ -240,18 +241,15 @@ class Executor:
             return LookAheadRunner(**vars(runner), before=before)
         return leaving(runner, parts.split.late, owners, before) or runner
 
-    def _delayed(
-        self, runner: RegionRunner, arguments: _Arguments, owners: Sequence[Tensor]
-    ) -> DelayedRunner:
-        """Return ``runner`` for one call with delayed weight gradients."""
-        targets = tuple(
+    def _targets(self, arguments: _Arguments, owners: Sequence[Tensor]) -> tuple[WeightTarget, ...]:
+        """Return where the delayed weight gradients of one call go."""
+        return tuple(
             WeightTarget(position, name, owner, is_replicated and self.tp.world_size > 1)
             for (position, name, is_replicated), owner in zip(
                 arguments.parameters, owners, strict=True
             )
             if owner.requires_grad
         )
-        return DelayedRunner(**vars(runner), weights=self._weights, targets=targets)
 
     def _replicate(
         self, params: Mapping[str, Tensor], managed: Collection[str]

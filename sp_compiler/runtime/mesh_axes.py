@@ -177,13 +177,12 @@ def with_expert_axes(mesh: DeviceMesh) -> DeviceMesh:
     process groups: all ranks must call it.
     """
     names = mesh.mesh_dim_names or ()
-    wanted = (PIPELINE_AXIS, *DATA_AXES, AXIS)
     # Every other axis has one rank.
-    order = [names.index(name) for name in wanted if name in names]
-    order += [index for index, name in enumerate(names) if name not in wanted]
-    sizes = [mesh[name].size() if name in names else 1 for name in wanted]
+    order = [names.index(name) for name in AXES if name in names]
+    order += [index for index, name in enumerate(names) if name not in AXES]
+    sizes = [mesh[name].size() if name in names else 1 for name in AXES]
     ranks = mesh.mesh.permute(order).reshape(sizes)
-    return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=wanted)
+    return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=AXES)
 
 
 def shards_over_experts(grid: DeviceMesh) -> DeviceMesh:

@@ -100,14 +100,13 @@ class WeightGradients:
 class DelayedRunner(RegionRunner):
     """Runs one call of a region with delayed weight gradients."""
 
-    weights: WeightGradients | None = None
-    targets: tuple[WeightTarget, ...] = ()
+    weights: WeightGradients = field(kw_only=True)
+    targets: tuple[WeightTarget, ...] = field(kw_only=True)
 
     def run_backward(
         self, saved: Sequence[Any], grads: Sequence[Tensor | None], metas: Sequence[Any]
     ) -> list[Tensor | None]:
         """As of the base class, ``None`` for parameters."""
-        assert self.weights is not None
         loss, code = self.loss_backward, self.code
         tangents = self.tangents(grads, metas) if loss is None else [grads[loss.output]]
         # As in the base class: neither views nor versions.

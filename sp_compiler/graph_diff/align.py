@@ -39,10 +39,10 @@ _NAMED = ("placeholder", "get_attr")
 # Pairs of unmatched nodes beyond which looking for one difference after another takes too long,
 _MAX_ROUND_PAIRS = 100_000
 _MAX_ROUNDS = 20
-# Extra nodes that a value is followed through: a graph that is one long chain has no end of them.
-_MAX_PASSED = 64
 # and beyond which nothing common is looked for: what is left is reported as removed and inserted.
 _MAX_PAIRS = 4_000_000
+# Extra nodes that a value is followed through: a graph that is one long chain has no end of them.
+_MAX_PASSED = 64
 
 
 class Alignment:

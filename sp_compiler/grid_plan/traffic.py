@@ -117,7 +117,10 @@ def _data(
     microbatches: int,
     links: dict[str, Link],
 ) -> list[AxisTraffic]:
-    """Parameters are gathered and gradients reduced; see :func:`stage_plan.gathered_bytes`."""
+    """Return the traffic of gathering parameters and reducing gradients.
+
+    See :func:`~sp_compiler.grid_plan.stage_plan.gathered_bytes`.
+    """
     used = used_parameters(calls, chain.parameters)
     # In the parameters' own dtype: what a mixed precision policy casts to is not known here.
     sharded = [

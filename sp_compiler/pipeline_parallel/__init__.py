@@ -1,0 +1,1 @@
+"""Pipelines: the cut into stages, their programs and the schedules that run them."""

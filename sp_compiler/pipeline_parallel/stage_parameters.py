@@ -102,8 +102,8 @@ class StageParameters:
     def load_pretrained(self, path: str | Path) -> list[str]:
         """Fill the parameters from safetensors files; every rank reads its own part of each.
 
-        See :meth:`sp_compiler.DistributedModule.load_pretrained`. For a model built on the meta
-        device, this allocates the memory of this rank's stages.
+        See :meth:`~sp_compiler.module.distributed_module.DistributedModule.load_pretrained`. For
+        a model built on the meta device, this allocates the memory of this rank's stages.
 
         Returns:
             Names of tensors in the files that no stage of this rank has.

@@ -1,4 +1,4 @@
-"""From a compiled program to its :class:`~sp_compiler.plan.Plan`."""
+"""From a compiled program to its :class:`~sp_compiler.planning.plan.Plan`."""
 
 from __future__ import annotations
 

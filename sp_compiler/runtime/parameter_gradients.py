@@ -68,7 +68,7 @@ def refuse_as_inputs(inputs: Sequence[Any]) -> None:
     """Raise an error if a backward is asked for gradients of particular parameters on a data axis.
 
     This happens before it starts: a backward that fails between FSDP's hooks leaves FSDP in an
-        invalid state.
+    invalid state.
     """
     if any(hasattr(value, _REDUCED_BY_HOOKS) for value in inputs):
         raise UnsupportedError(

@@ -201,7 +201,7 @@ def _degree(formula: sympy.Expr, symbol: sympy.Symbol) -> sympy.Expr:
 class KeptStorage:
     """A storage at ``position`` of the saved tensors of a block's calls.
 
-    ``shared``: see :class:`~sp_compiler.plan.KeptTensor`.
+    ``shared``: see :class:`~sp_compiler.planning.data.KeptTensor`.
     """
 
     position: int

@@ -135,8 +135,10 @@ def _by_rule(node: Node, operands: Sequence[Shape]) -> list[Shape]:
 
 
 def _lettered(dims: str, operands: Sequence[Shape]) -> list[Shape]:
-    """Return dims in which equal letters are equal: ``"vh,...->...h"``; see
-    :class:`Operator.dims`."""
+    """Return dims in which equal letters are equal, as in ``"vh,...->...h"``.
+
+    See :class:`~sp_compiler.ops.registry.Operator`.
+    """
     given, made = (side.replace("...", ".").split(",") for side in dims.split("->"))
     known: dict[str, Shape] = {}
     for letters, shape in zip(given, operands, strict=True):

@@ -23,7 +23,7 @@ class Constant:
     """A leaf other than a tensor, as part of a key: equal only to the same value of the same type.
 
     ``1``, ``1.0`` and ``True`` differ. Values are hashed by their text, so they need not be
-        hashable.
+    hashable.
     """
 
     def __init__(self, value: Any) -> None:

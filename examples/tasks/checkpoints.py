@@ -1,5 +1,6 @@
 """Save a training, resume it with the same losses, and export the weights."""
 
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ import sp_compiler
 
 dist.init_process_group()
 rank, world_size = dist.get_rank(), dist.get_world_size()
-device = f"cuda:{rank}" if torch.cuda.is_available() else "cpu"
+device = "cpu"
+if torch.cuda.is_available():
+    device = f"cuda:{os.environ['LOCAL_RANK']}"  # not rank, which counts over all nodes
+    torch.cuda.set_device(device)
 folders = [tempfile.mkdtemp() if rank == 0 else ""]  # in your script: a shared file system
 dist.broadcast_object_list(folders)
 folder = Path(folders[0])

@@ -1,5 +1,7 @@
 """Read different batches along the data axes, and the same batch along tp."""
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -10,8 +12,10 @@ import sp_compiler
 
 dist.init_process_group()
 rank, world_size = dist.get_rank(), dist.get_world_size()
-kind = "cuda" if torch.cuda.is_available() else "cpu"
-device = f"cuda:{rank}" if kind == "cuda" else "cpu"
+kind = device = "cpu"
+if torch.cuda.is_available():
+    kind, device = "cuda", f"cuda:{os.environ['LOCAL_RANK']}"  # not rank: that is over all nodes
+    torch.cuda.set_device(device)
 mesh = init_device_mesh(kind, (2, world_size // 2), mesh_dim_names=("dp_shard", "tp"))
 
 torch.manual_seed(0)

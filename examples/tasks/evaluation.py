@@ -1,5 +1,7 @@
 """Metrics on logits that are sharded over the vocabulary, and a loss of your own."""
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -25,7 +27,10 @@ class WithOwnLoss(nn.Module):
 
 dist.init_process_group()
 rank, world_size = dist.get_rank(), dist.get_world_size()
-device = f"cuda:{rank}" if torch.cuda.is_available() else "cpu"
+device = "cpu"
+if torch.cuda.is_available():
+    device = f"cuda:{os.environ['LOCAL_RANK']}"  # not rank, which counts over all nodes
+    torch.cuda.set_device(device)
 torch.manual_seed(0)
 config = LlamaConfig(
     vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=2,

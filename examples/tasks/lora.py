@@ -1,5 +1,6 @@
 """Train LoRA adapters of PEFT on a sharded model, and save them alone."""
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -12,7 +13,10 @@ import sp_compiler
 
 dist.init_process_group()
 rank, world_size = dist.get_rank(), dist.get_world_size()
-device = f"cuda:{rank}" if torch.cuda.is_available() else "cpu"
+device = "cpu"
+if torch.cuda.is_available():
+    device = f"cuda:{os.environ['LOCAL_RANK']}"  # not rank, which counts over all nodes
+    torch.cuda.set_device(device)
 config = LlamaConfig(
     vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
     num_attention_heads=8, num_key_value_heads=4, use_cache=False,

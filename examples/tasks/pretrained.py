@@ -1,5 +1,6 @@
 """Fine-tune weights from safetensors files that no rank ever holds in full."""
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -11,7 +12,10 @@ import sp_compiler
 
 dist.init_process_group()
 rank, world_size = dist.get_rank(), dist.get_world_size()
-device = f"cuda:{rank}" if torch.cuda.is_available() else "cpu"
+device = "cpu"
+if torch.cuda.is_available():
+    device = f"cuda:{os.environ['LOCAL_RANK']}"  # not rank, which counts over all nodes
+    torch.cuda.set_device(device)
 
 # A folder as `huggingface-cli download` leaves it; here one rank makes a small one.
 folders = [tempfile.mkdtemp() if rank == 0 else ""]

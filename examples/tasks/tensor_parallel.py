@@ -1,5 +1,7 @@
 """A training script for one GPU, on as many ranks as torchrun starts."""
 
+import os
+
 import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -8,7 +10,10 @@ import sp_compiler
 
 dist.init_process_group()  # new
 rank, world_size = dist.get_rank(), dist.get_world_size()
-device = f"cuda:{rank}" if torch.cuda.is_available() else "cpu"
+device = "cpu"
+if torch.cuda.is_available():  # new
+    device = f"cuda:{os.environ['LOCAL_RANK']}"  # not rank, which counts over all nodes
+    torch.cuda.set_device(device)
 
 torch.manual_seed(0)  # the same weights and the same batches on every rank
 config = LlamaConfig(

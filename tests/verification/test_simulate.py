@@ -47,6 +47,10 @@ def test_communicator_works_on_simulated_ranks(placement: Placement, world_size:
 def test_replicated_values_that_differ_are_refused() -> None:
     with simulated_ranks(2) as tp, pytest.raises(RankMismatchError, match="rank 0 and rank 1"):
         gather_check(scatter(_WHOLE, S(0), 2), I)
+    for dtype in (torch.bool, torch.uint8):  # 1 - 0 and 0 - 1 in their own type: none, and 255
+        parts = scatter(torch.tensor([0, 1], dtype=dtype), S(0), 2)
+        with simulated_ranks(2), pytest.raises(RankMismatchError, match="by up to 1;"):
+            gather_check(parts, I)
     with simulated_ranks(2) as tp, pytest.raises(RankMismatchError, match="same on every rank"):
         torch.as_tensor(tp.rank).item()
 

@@ -59,12 +59,18 @@ def prove(step: Step, options: CompileOptions, compiled: CompiledProgram) -> Non
     """
     assert compiled.unsharded is not None, "compiled without its unsharded graphs"
     step = _sized(step, compiled)
-    rows = _quick_rows(step, compiled, *compiled.unsharded)
+    undefined: list[str] = []
+    rows = _quick_rows(step, compiled, *compiled.unsharded, undefined)
     compiled.unsharded = None  # only proofs read it, and programs live long
     if not all(row.ok for row in rows):
         # Noise floors, and every pass between, cost several times the check.
         rows = _thorough_rows(step, options, compiled)
     _refuse_wrong(rows, step, options, "verify=True: the numbers are wrong from here on")
+    if undefined:
+        warn(
+            f"verify=True: random parameters give NaN in {', '.join(undefined)}, whose numbers "
+            "were not compared; sp_compiler.verify compares those of real ones"
+        )
     UNPROVEN.difference_update(_sharded_operators(compiled))
 
 
@@ -135,9 +141,16 @@ def _sized(step: Step, compiled: CompiledProgram) -> Step:
 
 @_quietly()
 def _quick_rows(
-    step: Step, compiled: CompiledProgram, captured: Captured, program: Program
+    step: Step,
+    compiled: CompiledProgram,
+    captured: Captured,
+    program: Program,
+    undefined: list[str],
 ) -> list[Comparison]:
-    """Compare the capture with the outlined program, and that with the generated code."""
+    """Compare the capture with the outlined program, and that with the generated code.
+
+    ``undefined`` is filled with the regions that compute NaN of whatever numbers.
+    """
     at_example = _routed_at_example(program)
     values_of = _values_of(step.tensors, at_example)
     variants: dict[str, CompiledProgram] = {Pass.CODEGEN: as_it_runs(concretized(compiled))}
@@ -154,6 +167,8 @@ def _quick_rows(
                 return rows
             data = partial(_call_data, at_example, values_of)
             block = Block.of(at_example, region, data, floors=False)
+        if not block.reference.true.is_defined:
+            undefined.append(region.name)
         rows += block.rows(at_example, variants)
         for spread in SPREADS:
             values_of(spread).forget()  # one region's weights at a time

@@ -259,6 +259,25 @@ def test_parameters_of_which_not_every_number_will_do(
         prove(Step.of(Rooted(), args, {}), _OPTIONS, compiled)
 
 
+class Undefined(nn.Module):
+    """Takes a root that no random numbers have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(4) + 20)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (self.scale - 10).sqrt()
+
+
+@pytest.mark.slow
+def test_what_is_nan_whatever_the_parameters_is_said() -> None:
+    args = (torch.randn(2, 4),)
+    compiled = build(Undefined(), args, {}, _OPTIONS, keep="unsharded")
+    with pytest.warns(UserWarning, match="random parameters give NaN in Model, .* not compared"):
+        prove(Step.of(Undefined(), args, {}), _OPTIONS, compiled)
+
+
 @pytest.mark.slow
 def test_layers_that_are_equal_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cost of a proof does not grow with the depth of the model.

@@ -84,7 +84,7 @@ class PassedOver:
     memory_us: float
 
 
-@dataclass
+@dataclass(eq=False)
 class CompiledProgram:
     """A sharded program with the code of its regions.
 

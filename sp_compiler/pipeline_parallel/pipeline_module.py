@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -93,7 +94,8 @@ class PipelineModule(StageParameters):
         self._fsdp = fsdp
         self._paths: tuple[str, ...] = ()
         self._ends: list[int] = []
-        self._runners: dict[int, tuple[CompiledProgram, StageRunner]] = {}
+        # They go when their programs go, of which the cache keeps a few.
+        self._runners: WeakKeyDictionary[CompiledProgram, StageRunner] = WeakKeyDictionary()
         self._stage_ranks = StageRanks(self._state, axis)
         # Every compilation goes through the cut, also those that a call of another size asks for.
         self._build, self._state.build = self._state.build, self._build_to_cut
@@ -118,7 +120,7 @@ class PipelineModule(StageParameters):
             self._keep_own(stages, ranks)
             if self._fsdp is not None:
                 self._shard_over_data(compiled, self._fsdp)
-            self._runners[id(compiled)] = compiled, self._runner(stages)
+            self._runners[compiled] = self._runner(stages)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward and backward of a batch; return its loss on every rank.
@@ -255,8 +257,8 @@ class PipelineModule(StageParameters):
             self._stage_ranks.agree(leaves, structure, names)
             compiled = self._program_of(parts, structure)
             require_data(state)
-            if id(compiled) not in self._runners:
-                self._runners[id(compiled)] = compiled, self._runner(self._cut(compiled))
+            if compiled not in self._runners:
+                self._runners[compiled] = self._runner(self._cut(compiled))
             draws = any("seed" in region.input_kinds for region in compiled.program.regions)
             seeds = self._stage_ranks.seeds(len(parts)) if draws else [None] * len(parts)
             weights = self._stage_ranks.weights(self._weigh, parts, structure)
@@ -264,9 +266,9 @@ class PipelineModule(StageParameters):
             gathered = self._gathered
             with contextlib.nullcontext() if not gathered else gathered.gathered(reduce=train):
                 # Not kept if it fails: torch's stages hold what was left of the microbatches.
-                runner = self._runners.pop(id(compiled))
-                runner[1].run(feed, train=train)
-                self._runners[id(compiled)] = runner
+                runner = self._runners.pop(compiled)
+                runner.run(feed, train=train)
+                self._runners[compiled] = runner
                 self._reduce_partial()
                 # All gradients are reduced, or none: what is not reduced is dropped.
                 self._stage_ranks.meet_over_data()

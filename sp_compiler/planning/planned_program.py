@@ -9,7 +9,7 @@ from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.planning.plan import Plan
 
 
-@dataclass
+@dataclass(eq=False)
 class PlannedProgram(CompiledProgram):
     """The result of a compilation.
 

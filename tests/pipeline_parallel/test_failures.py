@@ -37,7 +37,7 @@ def _step(hook: Callable[..., None], patience: timedelta) -> tuple[str, float]:
         rank_timeout=90.0,
     )
     pipeline.step(**own)
-    for _, runner in pipeline._runners.values():
+    for runner in pipeline._runners.values():
         runner._messages._watchdog.timeout = patience
     pipeline.module.zero_grad()
     if dist.get_rank() == _FAILING:

@@ -201,7 +201,7 @@ def _mixed() -> tuple[bool, int, int, tuple[int, ...], tuple[int, ...]]:
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     gradients_before = [grad for each in gradients for grad in each.values()]
     outside = [*parameters, *grads, *pipeline.module.buffers(), *batch.values(), *gradients_before]
-    ((_, runner),) = pipeline._runners.values()
+    (runner,) = pipeline._runners.values()
     saving = tuple(len(module._stage.saving) for module in runner._local)
     equal = all(torch.equal(gradients[0][name], grad) for name, grad in gradients[1].items())
     planned = stage.activation_bytes + stage.working_bytes

@@ -237,7 +237,7 @@ def test_schedules_with_tensor_parallel_stages() -> None:
 def _order(schedule: str) -> tuple[int, list[str], int]:
     """This rank's layers, what they ran in one step, and the most calls of them in flight."""
     pipeline, _, _ = _train("llama", 4, schedule, 1, (2, 1))
-    ((compiled, _),) = pipeline._runners.values()
+    ((compiled, _),) = pipeline._runners.items()
     trace = _Trace(compiled.codes["LlamaDecoderLayer"])
     pipeline.step(**_batch("llama"))
     stages = pipeline.stages[dist.get_rank() :: 2]

@@ -74,12 +74,11 @@ class Region:
 
     @property
     def placeholders(self) -> list[torch.fx.Node]:
-        return [node for node in self.module.graph.nodes if node.op == "placeholder"]
+        return self.module.graph.find_nodes(op="placeholder")
 
     @property
     def outputs(self) -> list[torch.fx.Node]:
-        (node,) = [node for node in self.module.graph.nodes if node.op == "output"]
-        return list(node.args[0])
+        return list(self.module.graph.output_node().args[0])
 
 
 @dataclass(frozen=True)

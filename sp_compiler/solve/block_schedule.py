@@ -9,9 +9,13 @@ compute stream until it is complete. :func:`simulate` returns the time of an ord
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import compress
+
+_BITS = bytes.maketrans(b"01", b"\0\1")
 
 
 @dataclass(frozen=True)
@@ -163,6 +167,12 @@ class Block:
                 behind[position] |= behind[user] | 1 << user
         return tuple(behind)
 
+    def kernels_us(self, tasks: int) -> float:
+        """Return the time of the kernels among ``tasks``, a set with one bit each."""
+        # As bytes of 0 and 1, from the first task on, so that no loop of Python looks at each.
+        bits = f"{tasks:b}"[::-1].encode().translate(_BITS)
+        return sum(compress(self.times_us, bits))
+
     @cached_property
     def compute_us(self) -> float:
         """Time of all kernels."""
@@ -296,35 +306,37 @@ def least_us(block: Block) -> float:
 
 
 def _longest_chain_us(block: Block) -> float:
-    kernels = [(1 << i, task.time_us) for i, task in enumerate(block.tasks) if task.time_us]
-
-    def kernels_us(tasks: int) -> float:
-        return sum(time_us for kernel, time_us in kernels if tasks & kernel)
-
     longest_us = 0.0
-    until_us: dict[int, float] = {}  # by start, the time until its collective arrives
+    # Of each collective so far: the time until it arrives less that of the kernels that must run
+    # before it, the time until it arrives, its start. Sorted, for most are then never looked at.
+    sent: list[tuple[float, float, int]] = []
     for start, task in enumerate(block.tasks):
         if not task.link_us:
             continue
-        begins_us = kernels_us(block.before[start])
-        for earlier, arrives_us in until_us.items():
-            arrived = block.wait_of.get(earlier, earlier)
-            if block.behind[arrived] >> start & 1:
-                between = block.behind[arrived] & block.before[start]
-                begins_us = max(begins_us, arrives_us + kernels_us(between))
-        until_us[start] = begins_us + task.link_us
+        before_us = begins_us = block.kernels_us(block.before[start])
+        for ahead_us, arrives_us, earlier in reversed(sent):
+            # What must run between the two must not run before the earlier one: this and those left
+            # cannot delay the start any more.
+            if ahead_us + before_us <= begins_us:
+                break
+            behind = block.behind[block.wait_of.get(earlier, earlier)]
+            if behind >> start & 1:
+                between_us = block.kernels_us(behind & block.before[start])
+                begins_us = max(begins_us, arrives_us + between_us)
+        until_us = begins_us + task.link_us
+        insort(sent, (until_us - before_us, until_us, start))
         behind = block.behind[block.wait_of.get(start, start)]
-        longest_us = max(longest_us, until_us[start] + kernels_us(behind))
+        longest_us = max(longest_us, until_us + block.kernels_us(behind))
     return longest_us
 
 
 def most_beside(block: Block) -> float:
     """Return the largest possible kernel time beside a collective, relative to the collective's
     time."""
-    most = 0.0
+    most, every = 0.0, (1 << len(block.tasks)) - 1
     for start, wait in block.wait_of.items():
         ordered, link_us = block.before[start] | block.behind[wait], block.tasks[start].link_us
-        beside_us = sum(t.time_us for i, t in enumerate(block.tasks) if not ordered >> i & 1)
+        beside_us = block.kernels_us(every & ~ordered)
         if beside_us:
             most = max(most, beside_us / link_us if link_us else math.inf)
     return most

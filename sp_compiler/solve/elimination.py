@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sp_compiler.base.placement import Placement
-from sp_compiler.solve.placement_problem import ConversionCost, ValueName, Vertex
+from sp_compiler.solve.placement_problem import ConversionCost, NoChoiceError, ValueName, Vertex
 
 MAX_PAIRS = 4_000_000
 """Pairs of rows that one elimination may look at, about a second."""
@@ -128,7 +128,7 @@ class Elimination:
         wide.
 
         Raises:
-            ValueError: no choice satisfies every need.
+            NoChoiceError: no choice satisfies every need.
         """
         choices = [0] * len(self._tables)
         # Ties are broken by number, so that every rank eliminates in the same order.
@@ -144,7 +144,7 @@ class Elimination:
         todo = []
         for table in self._tables.values():
             if not len(table.costs):
-                raise ValueError("no choice satisfies every need")
+                raise NoChoiceError("no choice satisfies every need")
             todo.append((table, int(table.costs.argmin())))
         while todo:
             table, row = todo.pop()

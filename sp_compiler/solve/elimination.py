@@ -131,6 +131,8 @@ class Elimination:
             NoChoiceError: no choice satisfies every need.
         """
         choices = [0] * len(self._tables)
+        for table in self._tables.values():
+            _require_rows(table)
         # Ties are broken by number, so that every rank eliminates in the same order.
         while self._edges:
             growth, pairs, first, second = heapq.heappop(self._lightest)
@@ -141,11 +143,7 @@ class Elimination:
             self._eliminate(first, second)
         # One table per connected part of the problem is left, and nothing outside sees it: its
         # cheapest row is the best. From there back to the options that it was made of.
-        todo = []
-        for table in self._tables.values():
-            if not len(table.costs):
-                raise NoChoiceError("no choice satisfies every need")
-            todo.append((table, int(table.costs.argmin())))
+        todo = [(table, int(table.costs.argmin())) for table in self._tables.values()]
         while todo:
             table, row = todo.pop()
             if table.parts:
@@ -243,6 +241,7 @@ class Elimination:
         for value in (*a.needs, *b.needs):
             self._readers[value] -= {first, second}
         table = self._pairs(a, b, needs, makes)
+        _require_rows(table)
         self._tables[first] = self._without_replaceable(table)
         self._maker.update(dict.fromkeys(makes, first))
         for value in needs:
@@ -332,6 +331,12 @@ class Elimination:
             if before_us < math.inf:
                 extra_us += max(0.0, self._cost(value, new[0], bit) - before_us)
         return extra_us
+
+
+def _require_rows(table: _Table) -> None:
+    # At once: what its values cost others has no largest without a row.
+    if not len(table.costs):
+        raise NoChoiceError("no choice satisfies every need")
 
 
 def _visible(seen: int) -> Callable[[State], State]:

@@ -151,8 +151,8 @@ class Program:
                 node = self.calls[ref.index].region.outputs[ref.output]
                 if node.meta["val"].dim() == 0 and node.meta.get("requires_grad"):
                     scalars[position] = ref
-        position = loss_position(self.out_spec, scalars)
-        return None if position is None else scalars[position]
+        found = loss_position(self.out_spec, scalars)
+        return None if found is None else scalars[found]
 
     def paths(self, region: Region) -> list[str]:
         """Layers that ``region`` represents, one for each call; "" outside of layers."""

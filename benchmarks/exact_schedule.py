@@ -13,8 +13,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 
-from sp_compiler.solve.block_schedule import Block, Memory, least_us, simulate
+from sp_compiler.solve.block_schedule import Block, Memory, simulate
 from sp_compiler.solve.list_schedule import list_schedule
+from sp_compiler.solve.schedule_bound import least_us
 
 _EPSILON_US = 1e-9  # sums of the same times in another order
 

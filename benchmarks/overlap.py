@@ -41,8 +41,9 @@ from sp_compiler.ir.fx import ancestors, descendants
 from sp_compiler.options import CompileOptions
 from sp_compiler.passes.overlap.tasks import graph_tasks
 from sp_compiler.planning.planned_program import PlannedProgram
-from sp_compiler.solve.block_schedule import Block, Task, least_us, simulate
+from sp_compiler.solve.block_schedule import Block, Task, simulate
 from sp_compiler.solve.list_schedule import list_schedule
+from sp_compiler.solve.schedule_bound import least_us
 
 RANKS, LAYERS, HIDDEN, LENGTH = 8, 4, 4096, 2048
 SHARES = (0.1, 0.2, 0.4)

@@ -102,9 +102,8 @@ def _gather_behind(cast: Node) -> None:
 
 def _call(like: Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Node:
     """Add a call in place of ``like``."""
-    val, name = fake_value(target, args, kwargs), target.__name__.partition(".")[0]
-    meta: Any = {"like": like, "origin": Pass.SIMPLIFY, "name": name, "val": val}
-    return make_like(like.graph, target, args, kwargs, **meta)
+    about = {"name": target.__name__.partition(".")[0], "val": fake_value(target, args, kwargs)}
+    return make_like(like.graph, target, args, kwargs, like=like, origin=Pass.SIMPLIFY, **about)
 
 
 def _gathers(node: Node) -> bool:

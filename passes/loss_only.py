@@ -14,7 +14,6 @@ from torch.fx import Node
 
 from sp_compiler.base.pass_report import Pass, report_of
 from sp_compiler.ir.captured import Captured
-from sp_compiler.ir.fx import output_node
 from sp_compiler.ir.program import loss_position
 from sp_compiler.ir.rewriting import erase_dead
 
@@ -28,7 +27,7 @@ def loss_only(captured: Captured) -> None:
     kept = loss_position(captured.out_spec, _scalars(captured))
     if kept is None:
         return
-    output = output_node(captured.module.graph)
+    output = captured.module.graph.output_node()
     returned = list(output.args[0])
     others = [
         position

@@ -193,7 +193,9 @@ def _times_one(node: Node) -> Node | None:
 def _call(target: Any, args: tuple[Any, ...], *, like: Node, val: Any = None) -> Node:
     changes = {} if val is None else {"val": val}
     name = target.__name__.partition(".")[0]
-    return make_like(like.graph, target, args, like=like, origin="simplify", name=name, **changes)
+    return make_like(
+        like.graph, target, args, like=like, origin=Pass.SIMPLIFY, name=name, **changes
+    )
 
 
 # Views first: the later rules look for a product behind at most one view.

@@ -43,9 +43,8 @@ from sp_compiler.ir.fx import (
     shape_of,
     tensor_operands,
 )
-from sp_compiler.ir.op_traits import is_collective, matmul_factors
+from sp_compiler.ir.op_traits import matmul_factors
 from sp_compiler.ir.symbolic import example_number
-from sp_compiler.ops.registry import operator_of
 from sp_compiler.passes.chunks.row_rules import DROPOUTS, RowDims, row_dims
 from sp_compiler.trace.joint import JointGraph
 
@@ -198,9 +197,9 @@ class _Growth:
         """Add nodes between nodes of ``part``: numbers per row that are used in rows again."""
         is_backward = bool(part) and part[0] in self._backward
         between = (descendants(part) & ancestors(part)).difference(part)
+        # Collectives among them are repeated in backward, chunk by chunk: what that takes counts
+        # where the number of chunks is chosen.
         for node in sorted(between, key=self._order.__getitem__):
-            if node not in self._backward and is_collective(node) and not operator_of(node.target):
-                self._refuse("its ranks exchange what is recomputed", node)
             self._grow([node])
         part = [node for node in self._chain.dims if (node in self._backward) is is_backward]
         if (descendants(part) & ancestors(part)).difference(part):

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from sp_compiler.base.errors import PassError
 from sp_compiler.base.pass_report import Pass
 from sp_compiler.base.placement import Placement
-from sp_compiler.ir.fx import arguments, base_name, is_call, shape_of
+from sp_compiler.ir.fx import base_name, is_call, named_arguments, shape_of
 from sp_compiler.ir.op_traits import DRAWS
 from sp_compiler.ir.rewriting import differentiable_result, fake_mode_of, insert_call, make_call
 from sp_compiler.passes.half_batches.choice import HALVES
@@ -91,8 +91,7 @@ class Halves:
             first_row = half * math.prod(shapes[0][:-1])
             args = (*args, first_row) if first_row else args
         else:
-            names = arguments(node)
-            own = names | dict(zip(names, args, strict=False)) | kwargs
+            own = named_arguments(target, args, kwargs)
             call = LocalCall(node, own, strategy.operands, strategy.results, shapes, HALVES)
             target, args, kwargs = local_call(call, args, kwargs)
         new = insert_call(node, target, args, kwargs, origin=_ORIGIN, name=f"{node.name}_{half}")

@@ -109,5 +109,4 @@ def _cores(
         elif descends or (factors and all(factor in activations for factor in factors)):
             inside.add(node)
     # Descendants of scores that no context needs (a loss on the scores) are not of the core.
-    used = ancestors(sorted(contexts, key=forward.index))
-    return {node for node in inside if node in used}, contexts
+    return inside & ancestors(contexts), contexts

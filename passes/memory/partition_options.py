@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sp_compiler.ir.fx import placements_of
-from sp_compiler.ir.program import Program, Ref, Region
+from sp_compiler.ir.program import Program, Region
 from sp_compiler.options import CompileOptions
 from sp_compiler.passes.memory.partition import PartitionOptions
 
@@ -47,20 +47,13 @@ def _hands_on(region: Region) -> bool:
 
 def _loss_output(program: Program, region: Region) -> int | None:
     """The output of ``region`` that is the model's loss, if its other outputs are only returned."""
-    # A step starts from the first scalar, as transformers and most training loops have it.
-    losses = [ref for ref in program.outputs if isinstance(ref, Ref) and _is_loss(program, ref)]
-    if not losses or program.calls[losses[0].index].region is not region:
+    loss = program.loss
+    if loss is None or program.calls[loss.index].region is not region:
         return None
-    index = losses[0].index
     # Otherwise another region's backward would send gradients here, besides the loss's own.
     passed_on = any(
-        ref.kind == "call" and ref.index == index for call in program.calls for ref in call.args
+        ref.kind == "call" and ref.index == loss.index
+        for call in program.calls
+        for ref in call.args
     )
-    return None if passed_on else losses[0].output
-
-
-def _is_loss(program: Program, ref: Ref) -> bool:
-    if ref.kind != "call":
-        return False
-    node = program.calls[ref.index].region.outputs[ref.output]
-    return node.meta["val"].dim() == 0 and bool(node.meta.get("requires_grad"))
+    return None if passed_on else loss.output

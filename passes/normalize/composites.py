@@ -75,5 +75,5 @@ def _replace(node: Node, body: Graph) -> None:
     for part in _calls(body):
         args, kwargs = map_arg((part.args, part.kwargs), values.__getitem__)
         values[part] = insert_call(node, part.target, args, kwargs, origin=_ORIGIN)
-    (results,) = body.find_nodes(op="output")[0].args
+    (results,) = body.output_node().args
     replace_results(node, map_arg(results, values.__getitem__))

@@ -11,7 +11,7 @@ from torch.fx import Node
 from sp_compiler.base.pass_report import Pass
 from sp_compiler.ir.fx import arguments
 from sp_compiler.ir.op_traits import draws
-from sp_compiler.ir.rewriting import insert_call, replace_with
+from sp_compiler.ir.rewriting import insert_call, replace_results
 
 _aten = torch.ops.aten
 RECURRENT = tuple(
@@ -55,11 +55,7 @@ def separate_layers(node: Node) -> None:
         for position, known in enumerate(last_states, 1):
             known.append(_call(node, operator.getitem, results, position))
     results_of_all = [value, *(_call(node, _aten.cat.default, s, 0) for s in last_states)]
-    for user in list(node.users):
-        _, index = user.args
-        assert isinstance(index, int)
-        replace_with(user, results_of_all[index])
-    node.graph.erase_node(node)
+    replace_results(node, results_of_all)
 
 
 def _call(node: Node, target: Any, *args: Any) -> Node:

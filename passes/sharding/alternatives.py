@@ -72,7 +72,7 @@ class Alternatives:
     def extra(self, choices: list[int]) -> list[Conversion]:
         """Return conversions that the best choices do not need, costliest first, without free
         ones."""
-        usual = conversions(self._vertices, self._best)
+        usual = set(conversions(self._vertices, self._best))
         extra = [item for item in conversions(self._vertices, choices) if item not in usual]
         return sorted(filter(self.price_us, extra), key=self.price_us, reverse=True)
 

@@ -115,10 +115,11 @@ def assemble(
 def _paddable(program: Program, problem: Problem, world_size: int) -> dict[tuple[str, str], int]:
     """Return the units of each operator that was offered a way to run on padded operands."""
     units: dict[tuple[str, str], int] = {}
+    regions = program.regions
     for subject, strategies in zip(problem.subjects, problem.strategies, strict=True):
         if not isinstance(subject, OperatorSubject):
             continue
-        node, region = subject.node, program.regions[subject.region]
+        node, region = subject.node, regions[subject.region]
         cuts = (p for s in strategies for p in s.operands if p.kind == "S")
         padded = next((cut for cut in cuts if cut.padding(world_size)), None)
         if padded is not None:

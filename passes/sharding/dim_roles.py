@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
 from sp_compiler.base.placement import Segmentation
@@ -50,10 +51,10 @@ def shape_of(value: Value) -> tuple[int, ...]:
 
 def bytes_of(value: Value) -> int:
     fake = _fake(value)
-    return int(fake.numel() * fake.element_size())
+    return fake.numel() * fake.element_size()
 
 
-def _fake(value: Value):  # type: ignore[no-untyped-def]
+def _fake(value: Value) -> Tensor:
     node, index = value
     fake = node.meta["val"]
     return fake[index] if isinstance(fake, (tuple, list)) else fake

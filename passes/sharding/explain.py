@@ -80,7 +80,7 @@ def _unexplained(program: Program, name: str, placement: str, reason: str) -> Pa
 
 
 class _Question:
-    """A solved problem, and the changes if a vertex is forced to one of its options."""
+    """A solved problem, and answers about its parameters."""
 
     def __init__(
         self,

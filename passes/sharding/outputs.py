@@ -84,7 +84,7 @@ def _return_twice(program: Program, ref: Ref) -> Program:
     # The same node in two positions: sharding places the positions apart, and converts in between.
     old = program.calls[ref.index].region
     graph = copy_graph(old.module.graph)
-    (returned,) = graph.find_nodes(op="output")
+    returned = graph.output_node()
     returned.args = ([*returned.args[0], returned.args[0][ref.output]],)
     region = replace(old, module=GraphModule(old.module, graph, class_name=old.name))
     calls = [replace(c, region=region) if c.region is old else c for c in program.calls]

@@ -41,6 +41,10 @@ class Prices:
             suit later batches, not a short example.
         fixed: storage placements decided by an earlier compilation.
         hardware: profile of the device and its links.
+
+    Attributes:
+        num_calls: number of calls of each region.
+        params: parameters among the placeholders of each region, an ordered set.
     """
 
     def __init__(
@@ -67,7 +71,7 @@ class Prices:
         ]
         # Scaled up only: an example that is longer than nominal is taken at its word.
         self._scale = max(1.0, nominal_tokens / max(1, max(rows, default=1)))
-        self._params = [
+        self.params = [
             {
                 node: None
                 for node, kind in zip(region.placeholders, region.input_kinds, strict=True)
@@ -75,7 +79,7 @@ class Prices:
             }
             for region in self._regions
         ]
-        params = [node for each in self._params for node in each]
+        params = [node for each in self.params for node in each]
         # The yardstick of stored_us(). Not parameters with more than two dims: those are stacks
         # of matrices (experts), beside which every matrix would be small.
         matrices = [node for node in params if node.meta["val"].ndim == 2] or params
@@ -88,7 +92,7 @@ class Prices:
         gathered if an operator of this program needs it unsharded.
         """
         i, value = key
-        if value[0] in self._params[i]:
+        if value[0] in self.params[i]:
             if source.is_sharded and target.is_replicated and self._is_fixed(i, value[0]):
                 return _LAST_RESORT_US * self.num_calls[i]
             # Its gradient goes with all others in one bucket: no latency of its own. An all-reduce

@@ -91,6 +91,7 @@ class Problem:
 
     Attributes:
         strategies: for operators, the strategy of each option; empty for other subjects.
+        readers: the vertices that need a value, each with its position among their needs.
         parameters: the subject of each parameter, by name.
         crossings: the subject of each port.
     """
@@ -99,6 +100,7 @@ class Problem:
     subjects: list[Subject] = field(default_factory=list)
     # The solver sees the vertices alone; the others lead from its choices back to the graph.
     strategies: list[list[Strategy]] = field(default_factory=list)
+    readers: dict[Key, list[tuple[Vertex, int]]] = field(default_factory=dict)
     parameters: dict[str, ParameterSubject] = field(default_factory=dict)
     crossings: dict[Port, CrossingSubject] = field(default_factory=dict)
 
@@ -107,6 +109,8 @@ class Problem:
         self.vertices.append(vertex)
         self.subjects.append(subject)
         self.strategies.append(list(strategies))
+        for position, value in enumerate(vertex.needs):
+            self.readers.setdefault(value, []).append((vertex, position))
 
 
 class ProblemBuilder:
@@ -206,12 +210,8 @@ class ProblemBuilder:
     def _strategies(
         self, i: int, node: Node, operands: list[Value], results: list[Value]
     ) -> list[Strategy]:
-        facts, rule, region = self.facts[i], self.facts[i].rules[node], self.regions[i]
-        kinds = dict(zip(region.placeholders, region.input_kinds, strict=True))
-
-        def is_parameter(source: Node) -> bool:
-            return kinds.get(source) == "param"
-
+        facts, rule = self.facts[i], self.facts[i].rules[node]
+        is_parameter = self.prices.params[i].__contains__
         # Without a rule an operator runs replicated, or by a strategy for vocabularies.
         factors, units = None, list[int]()
         if rule is not None:
@@ -292,10 +292,9 @@ class ProblemBuilder:
 
     def _taken(self, keys: list[Key]) -> Iterable[list[Placement]]:
         """Yield for each reader the placements in which it accepts one of the values."""
-        for vertex in self.problem.vertices:
-            for position, value in enumerate(vertex.needs):
-                if value in keys:
-                    yield [option.needs[position] for option in vertex.options]
+        for key in keys:
+            for vertex, position in self.problem.readers.get(key, ()):
+                yield [option.needs[position] for option in vertex.options]
 
     # Values that cross regions, inputs, outputs.
 

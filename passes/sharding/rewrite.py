@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from sp_compiler.base.errors import PassError
 from sp_compiler.base.pass_report import Pass, report_of
 from sp_compiler.base.placement import I, Placement, R, S
-from sp_compiler.ir.fx import arguments
+from sp_compiler.ir.fx import arguments, named_arguments
 from sp_compiler.ir.program import Region
 from sp_compiler.ir.rewriting import erase_dead, make_call
 from sp_compiler.ir.symbolic import SYMBOLIC, is_open
@@ -154,7 +154,7 @@ class RegionLowering:
         else:
             call = LocalCall(
                 node,
-                arguments(node) | dict(zip(arguments(node), args, strict=False)) | kwargs,
+                named_arguments(node.target, args, kwargs),
                 strategy.operands,
                 strategy.results,
                 tuple(
@@ -181,7 +181,7 @@ class RegionLowering:
         def emit(target: Any, *args: Any, **kwargs: Any) -> Node:
             return self._emit(target, args, kwargs, node)
 
-        values = arguments(node) | dict(zip(arguments(node), args, strict=False)) | kwargs
+        values = named_arguments(node.target, args, kwargs)
         return lower_over_vocabulary(node, values, self.world_size, emit)
 
     def _mean(self, node: Node, args: tuple[Any, ...]) -> Node:
@@ -200,14 +200,11 @@ class RegionLowering:
     # Conversions.
 
     def _convert(self, value: Value, source: Placement, target: Placement) -> Node:
-        kinds = {source.kind, target.kind}
         # No operator goes from one sharding to another: by way of the full value, which others may
         # need too. ``get`` makes it once.
-        if source.is_sharded and target.is_sharded and source != target:
+        if source.is_sharded and target.is_sharded:
             full = self.get(value, I if value in self.active else R)
             return self._convert_node(full, value, I, target)
-        if kinds == {"R"} or (source == I and target == R and value not in self.active):
-            return self.made[value][source]
         return self._convert_node(self.made[value][source], value, source, target)
 
     def _convert_node(self, x: Node, value: Value, source: Placement, target: Placement) -> Node:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch.fx import Node
+
 from sp_compiler.base.errors import PlacementError
 from sp_compiler.base.pass_report import Pass
 from sp_compiler.base.placement import I, Placement, R
@@ -38,11 +40,12 @@ def check_calls(
                 raise _error(call, index, position, f"reads {_text(ref)}; expected {_text(true)}")
     drawing: dict[Ref, int] = {}
     for index, call in enumerate(program.calls):
-        for position, ref in enumerate(call.args):
+        placeholders = call.region.placeholders
+        for position, (node, ref) in enumerate(zip(placeholders, call.args, strict=True)):
             if ref.kind == "seed" and drawing.setdefault(ref, index) != index:
                 first = drawing[ref]
                 raise _error(call, index, position, f"draws the numbers of call {first} again")
-            _require_placement(program, param_placements, index, position, ref)
+            _require_placement(program, param_placements, index, position, node)
             report.checked += 1
     _require_same("outputs", program, dict(enumerate(program.outputs)), before.outputs)
     written = program.mutated_buffers
@@ -57,15 +60,16 @@ def check_calls(
 
 
 def _require_placement(
-    program: Program, params: Mapping[str, Placement], index: int, position: int, ref: Ref
+    program: Program, params: Mapping[str, Placement], index: int, position: int, node: Node
 ) -> None:
-    """Raise an error if a call takes a value in another placement than it has."""
+    """Raise an error if a call takes a value, its placeholder ``node``, in another placement than
+    it has."""
     call = program.calls[index]
-    wanted = call.region.input_placements[position]
+    ref, wanted = call.args[position], call.region.input_placements[position]
     if ref.kind == "call":
         source = program.calls[ref.index].region.output_placements[ref.output]
         # Their gradients differ, where there are any.
-        needs_gradient = call.region.placeholders[position].meta.get("requires_grad")
+        needs_gradient = node.meta.get("requires_grad")
         possible = {source} if needs_gradient or source.kind not in "RI" else {R, I}
     elif ref.kind == "param":
         source = params[program.aliases.get(ref.name, ref.name)]

@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from sp_compiler.base.errors import ArgumentError
+from sp_compiler.base.pass_report import Pass
 from sp_compiler.base.placement import P, Placement, R, S, Segmentation, as_value
 from sp_compiler.check.shapes import (
     NO_SUCH_CALL,
@@ -193,7 +194,7 @@ def _shadow(node: Node, values: Sequence[Any], call: GlobalCall) -> Node:
     meta = {"val": globals_ if isinstance(value, (tuple, list)) else globals_[0]}
     if "placement" in node.meta:
         meta["placement"] = node.meta["placement"]
-    return make_call(graph, node.target, args, kwargs, like=node, origin="check", meta=meta)
+    return make_call(graph, node.target, args, kwargs, like=node, origin=Pass.CHECK, meta=meta)
 
 
 def _offered(shadow: Node, operands: Sequence[Placement], world_size: int) -> list[Strategy]:

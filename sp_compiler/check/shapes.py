@@ -107,7 +107,7 @@ def _global_arguments(
 
 
 def _sizes(local: Any, world_size: int) -> list[Any]:
-    """Yield one rank's size or shape, and the global ones that it may be a part of."""
+    """Return one rank's size or shape, and the global ones that it may be a part of."""
     if local is None:  # an optional size that is not given
         return [None]
     if world_size == 1:

@@ -6,16 +6,7 @@ import torch
 from torch.fx import Node
 
 from sp_compiler.codegen.expressions import Printer
-
-_DTYPES = {
-    torch.float64: "f64",
-    torch.float32: "f32",
-    torch.float16: "f16",
-    torch.bfloat16: "bf16",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.uint8: "u8",
-}
+from sp_compiler.ir.text import render_dtype
 
 
 def describe(node: Node, printer: Printer) -> str:
@@ -29,9 +20,4 @@ def describe(node: Node, printer: Printer) -> str:
     sizes = ", ".join(map(printer.value, value.shape))
     # As Python writes a tuple of one, for who pastes it.
     sizes = f"({sizes},)" if value.dim() == 1 else f"({sizes})"
-    return f"{sizes} {short_dtype(value.dtype)}" + (f" {placement}" if placement else "")
-
-
-def short_dtype(dtype: torch.dtype) -> str:
-    """``"bf16"`` for ``torch.bfloat16``."""
-    return _DTYPES.get(dtype, str(dtype).removeprefix("torch."))
+    return f"{sizes} {render_dtype(value.dtype)}" + (f" {placement}" if placement else "")

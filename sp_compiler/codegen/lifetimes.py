@@ -64,18 +64,18 @@ class Lifetimes:
             wishes = [given[node.name]] if node.name in given else self._wishes(node)
             self.names[node] = _first_free(wishes, taken)
             taken.add(self.names[node])
-        held: dict[str, Node] = {}
+        # Names that become free, by the place of the statement that may bind them anew.
+        freed: dict[int, list[str]] = {}
         for place, statement in enumerate(self._parts):
             # What this statement alone still reads may give its name away: x = f(x).
-            held = {
-                name: node
-                for name, node in held.items()
-                if node in self._returned or self._last_read.get(node, -1) > place
-            }
+            taken.difference_update(freed.pop(place, ()))
             for node in targets(statement):
-                self.names[node] = _first_free(self._wishes(node), taken | held.keys())
+                name = self.names[node] = _first_free(self._wishes(node), taken)
                 # In order: names that one statement binds differ from each other.
-                held[self.names[node]] = node
+                taken.add(name)
+                if node not in self._returned:
+                    last_read = self._last_read.get(node, place)
+                    freed.setdefault(max(last_read, place + 1), []).append(name)
 
     def deaths(self) -> Mapping[Node, list[str]]:
         """Return for each statement the names to delete after it.

@@ -24,7 +24,6 @@ from torch.fx import Graph, Node
 
 from sp_compiler.base.provenance import module_path
 from sp_compiler.base.python_text import identifier
-from sp_compiler.codegen.descriptions import short_dtype
 from sp_compiler.codegen.idioms import RESHAPES
 from sp_compiler.codegen.user_source import Frame, Statement, frames
 from sp_compiler.ir.forward_backward import BEFORE, BEHIND
@@ -40,6 +39,7 @@ from sp_compiler.ir.op_traits import (
     is_view,
     is_wait,
 )
+from sp_compiler.ir.text import render_dtype
 from sp_compiler.trace.joint import JointGraph
 
 aten = torch.ops.aten
@@ -167,7 +167,7 @@ def _suffix(node: Node) -> str:
     if node.target is aten.clone.default:
         return "contiguous"
     if is_cast(node):
-        return short_dtype(node.meta["val"].dtype)
+        return render_dtype(node.meta["val"].dtype)
     if node.target in _TRANSPOSES:
         return "t"
     if not is_view(node) or node.target is operator.getitem:

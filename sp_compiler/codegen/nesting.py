@@ -15,6 +15,7 @@ communication computes them before the cut.
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -309,12 +310,13 @@ class _Storages:
                 if is_named_part(part) and part in self._gradients
             )
             without.append(peaks[node] - made)
+        later = [*itertools.accumulate(reversed(without), max)][::-1]
         limits: dict[Node, int] = {}
         before = 0
         for index, node in enumerate(statements):
             before = max(before, peaks[node])
             own = peaks[node] - without[index]
-            limits[node] = max(before, own + max(without[index:]))
+            limits[node] = max(before, own + later[index])
         return limits
 
     def peaks(self, statements: Sequence[Node], tree: _Tree) -> dict[Node, int]:

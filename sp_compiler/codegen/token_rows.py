@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from sp_compiler.base.pass_report import Pass
 from sp_compiler.codegen.idioms import RESHAPES
 from sp_compiler.ir.fx import arguments, tensor_operands
 from sp_compiler.ir.op_traits import draws
@@ -105,7 +106,7 @@ def _compute_on_rows(node: Node, rows: torch.Size) -> None:
     # The view moves behind the operator, where the next one may take the rows in its turn.
     with node.graph.inserting_after(node):
         args = (node, list(value.shape))
-        view = make_like(node.graph, aten.view.default, args, like=node, origin="codegen")
+        view = make_like(node.graph, aten.view.default, args, like=node, origin=Pass.CODEGEN)
     node.replace_all_uses_with(view, delete_user_cb=lambda user: user is not view)
     _retype(node, value.new_empty(rows))
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 from sp_compiler.base.python_text import comment, identifier
 from sp_compiler.ir.forward_backward import PartitionedRegion
-from sp_compiler.ir.fx import output_node
 from sp_compiler.ir.program import Call, Program, Ref
 
 _HEAD = (
@@ -29,15 +28,11 @@ def wiring(
         regions: of the program.
         value_names: by the name of a region, the names that its nodes have in the text.
     """
-    outputs = {
-        each.region.name: [
-            value_names[each.region.name].get(node.name, node.name)
-            for node in output_node(each.partitioned.forward).args[0][
-                : each.partitioned.num_outputs
-            ]
-        ]
-        for each in regions
-    }
+    outputs = {}
+    for each in regions:
+        own_names, parts = value_names[each.region.name], each.partitioned
+        returned = parts.forward.output_node().args[0][: parts.num_outputs]
+        outputs[each.region.name] = [own_names.get(node.name, node.name) for node in returned]
     names = _named(program, outputs)
     statements: list[tuple[str, str]] = []
     for index, call in enumerate(program.calls):

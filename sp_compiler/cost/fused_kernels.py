@@ -40,6 +40,7 @@ _POINTWISE = frozenset(
         *DRAWS,
     }
 )
+_FUSED = _ROW_WISE | _POINTWISE
 
 
 def fused_bytes(graph: Graph) -> dict[Node, int]:
@@ -72,8 +73,11 @@ def _kernels(graph: Graph) -> dict[Node, int]:
     merged_into: dict[int, int] = {}
 
     def root(kernel: int) -> int:
+        passed = []
         while kernel in merged_into:
+            passed.append(kernel)
             kernel = merged_into[kernel]
+        merged_into.update(dict.fromkeys(passed, kernel))  # the next look takes one step
         return kernel
 
     # How many other operators lie in front of a node at most. Two neighbours with the same number
@@ -103,7 +107,7 @@ def _kernels(graph: Graph) -> dict[Node, int]:
 def _is_fused(node: Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload) or node_collectives(node):
         return False
-    return node.target in _ROW_WISE | _POINTWISE or torch.Tag.pointwise in node.target.tags
+    return node.target in _FUSED or torch.Tag.pointwise in node.target.tags
 
 
 def _maker(node: Node) -> Node:

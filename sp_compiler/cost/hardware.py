@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from sp_compiler.base.errors import ArgumentError, expected_one_of
-from sp_compiler.base.placement import Placement
+from sp_compiler.base.placement import I, Placement
 from sp_compiler.ops.convert import LINK_CROSSINGS, conversion_between
 
 _PROFILES = Path(__file__).parent / "profiles"
@@ -234,9 +234,9 @@ def conversion_us(
     """
     if source.is_sharded and target.is_sharded:
         # By way of the full value: gathered and cut, in forward and in backward.
-        full, price = Placement("I"), (world_size, hardware)
-        gather_us = conversion_us(num_bytes, source, full, *price, needs_grad=needs_grad)
-        cut_us = conversion_us(num_bytes, full, target, *price, needs_grad=needs_grad)
+        price = (world_size, hardware)
+        gather_us = conversion_us(num_bytes, source, I, *price, needs_grad=needs_grad)
+        cut_us = conversion_us(num_bytes, I, target, *price, needs_grad=needs_grad)
         return (gather_us or 0.0) + (cut_us or 0.0)
     forward = conversion_between(source, target)
     if forward is None or not forward.offered:

@@ -32,13 +32,8 @@ from sp_compiler.ops.vocabulary import VOCAB_EMBEDDING
 
 _aten = torch.ops.aten
 _ATTENTION_BACKWARDS = frozenset(
-    {
-        _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-        _aten._scaled_dot_product_flash_attention_backward.default,
-        _aten._scaled_dot_product_efficient_attention_backward.default,
-        _aten._scaled_dot_product_cudnn_attention_backward.default,
-        _aten._scaled_dot_product_fused_attention_overrideable_backward.default,
-    }
+    getattr(_aten, f"{attention.overloadpacket.__name__}_backward").default
+    for attention in FUSED_ATTENTION
 )
 # Operators that read of their first operand what an index picks.
 _LOOKUPS = frozenset(
@@ -178,9 +173,9 @@ def compute_us(
             :func:`sp_compiler.cost.fused_kernels.fused_bytes`.
     """
     # A part of several results is there when they are.
-    if node.op != "call_function" or is_part(node) or placements_of(node) is not None:
+    if node.op != "call_function" or is_part(node) or is_name(node):
         return 0.0
-    if is_name(node):
+    if placements_of(node) is not None:  # its time is on the link
         return 0.0
     # A split: the node returns a list, and only its parts are views by the schema.
     if isinstance(node.meta["val"], (list, tuple)) and is_view(next(iter(node.users), node)):
@@ -247,7 +242,7 @@ def function_spans(
     hardware: Hardware = H100,
     fused: Mapping[Node, int] | None = None,
 ) -> Iterator[Span]:
-    """Return the timeline of a generated function: kernels, and collectives one after another
+    """Yield the timeline of a generated function: kernels, and collectives one after another
     beside them.
 
     A collective that is started asynchronously runs until its ``wait``, one that is part of a

@@ -92,7 +92,7 @@ class CallStorages:
 class StepWalk:
     """The events of one step of a program.
 
-    Backward starts from the first scalar output, or from all outputs if there is none.
+    Backward starts from the model's loss, or from all outputs if it returns none.
 
     Args:
         program: sharded.
@@ -152,10 +152,10 @@ class StepWalk:
         leaves = [leaf for leaf in self.program.outputs if isinstance(leaf, Ref)]
         self.returned = frozenset(filter(None, map(self._storage, leaves)))
         flowing = [ref for ref in leaves if ref.kind == "call" and self._flows(ref)]
-        numbers = [ref for ref in flowing if self._value(ref).dim() == 0]
+        loss = self.program.loss
         # A model that returns its loss is trained by that alone; of one that does not, all outputs
         # may enter the user's own loss.
-        for ref in numbers[:1] or flowing:
+        for ref in [loss] if loss is not None and loss in flowing else flowing:
             start = Storage(("backward", -1, str(ref)), tensor_bytes(self._value(ref)))
             yield self._hold([start])  # whoever called backward holds it
             yield from self._accumulate(ref, start)

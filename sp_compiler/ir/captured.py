@@ -12,7 +12,6 @@ from torch.utils import _pytree as pytree
 
 from sp_compiler.base.decisions import Decision
 from sp_compiler.base.stored_attributes import Stored
-from sp_compiler.ir.fx import output_node
 from sp_compiler.ir.hints import Parameters
 from sp_compiler.ir.program import Ref
 from sp_compiler.ir.rewriting import copy_graph
@@ -72,13 +71,13 @@ class Captured:
         """The node or constant of each leaf that the model returns, then of those that it
         stores."""
         # Behind them the same tuple has the new values of buffers.
-        returned = list(output_node(self.module.graph).args[0])
+        returned = list(self.module.graph.output_node().args[0])
         return returned[: len(returned) - len(self.mutated)]
 
     @property
     def mutated_buffers(self) -> dict[str, Node]:
         """Buffer name to the node that holds its value after the forward."""
-        returned = list(output_node(self.module.graph).args[0])
+        returned = list(self.module.graph.output_node().args[0])
         return dict(zip(self.mutated, returned[len(returned) - len(self.mutated) :], strict=True))
 
     def copy(self) -> Captured:

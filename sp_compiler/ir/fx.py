@@ -71,12 +71,6 @@ def calls(graph: Graph, *targets: Any) -> Iterator[Node]:
             yield node
 
 
-def output_node(graph: Graph) -> Node:
-    """Return the one output node of ``graph``."""
-    (node,) = graph.find_nodes(op="output")
-    return node
-
-
 def base_name(node: Node) -> str:
     """Return the node's name without the numbers that made it unique."""
     # Several, since a copy of a numbered name may have been numbered again: ``mul_1_2``.

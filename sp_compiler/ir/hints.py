@@ -202,10 +202,11 @@ def _module_with_weight(name: str) -> str:
     return name.removesuffix(".weight")
 
 
-def near(name: str, parameters: Iterable[str], count: int = 3) -> list[str]:
-    """Return similar names of parameters, and of modules with a weight, for error messages."""
+def near(name: str, parameters: Iterable[str]) -> list[str]:
+    """Return up to three similar names of parameters, and of modules with a weight, for error
+    messages."""
     names = list(parameters)
     # The name of a container: what the user meant is inside.
     inside = [other for other in names if _matches(f"{name}.*", other)]
     known = dict.fromkeys([*map(_module_with_weight, names), *names])
-    return inside[:count] or difflib.get_close_matches(name, known, count, 0.4)
+    return inside[:3] or difflib.get_close_matches(name, known, 3, 0.4)

@@ -74,12 +74,11 @@ class Region:
 
     @property
     def placeholders(self) -> list[torch.fx.Node]:
-        return [node for node in self.module.graph.nodes if node.op == "placeholder"]
+        return self.module.graph.find_nodes(op="placeholder")
 
     @property
     def outputs(self) -> list[torch.fx.Node]:
-        (node,) = [node for node in self.module.graph.nodes if node.op == "output"]
-        return list(node.args[0])
+        return list(self.module.graph.output_node().args[0])
 
 
 @dataclass(frozen=True)
@@ -143,6 +142,18 @@ class Program:
         # By identity: equal regions of two programs are different regions.
         return list({id(call.region): call.region for call in self.calls}.values())
 
+    @property
+    def loss(self) -> Ref | None:
+        """The output that is the model's loss, see :func:`loss_position`; ``None`` without one."""
+        scalars: dict[int, Ref] = {}
+        for position, ref in enumerate(self.outputs[: self.out_spec.num_leaves]):
+            if isinstance(ref, Ref) and ref.kind == "call":
+                node = self.calls[ref.index].region.outputs[ref.output]
+                if node.meta["val"].dim() == 0 and node.meta.get("requires_grad"):
+                    scalars[position] = ref
+        found = loss_position(self.out_spec, scalars)
+        return None if found is None else scalars[found]
+
     def paths(self, region: Region) -> list[str]:
         """Layers that ``region`` represents, one for each call; "" outside of layers."""
         return [call.path for call in self.calls if call.region is region]
@@ -195,12 +206,15 @@ def loss_position(out_spec: TreeSpec, scalars: Collection[int]) -> int | None:
         out_spec: structure of the model's own output.
         scalars: positions of the outputs that are scalars with a gradient.
     """
+    # One needs no name, and a class of the user's may refuse positions in place of its values.
+    if len(scalars) < 2:
+        return min(scalars, default=None)
     # Parts of a loss may come before their sum, and have gradients too.
     outputs = pytree.tree_unflatten(range(out_spec.num_leaves), out_spec)
     named = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     if isinstance(named, int) and named in scalars:
         return named
-    return min(scalars, default=None)
+    return min(scalars)
 
 
 def _is_final(placement: Placement, world_size: int) -> bool:

@@ -19,6 +19,8 @@ Span = tuple[int, int]
 def matching_spans(source: Sequence[int], target: Sequence[int]) -> list[tuple[Span, Span]]:
     """Smallest runs of dims of both shapes with the same number of elements, in order.
 
+    No size is 0: the sizes of an empty tensor do not tell which dims correspond.
+
     A size of 1 without a counterpart joins the following run: ``(2, 3) -> (2, 1, 3)`` gives ``(0,
     1), (0, 1)``, ``(1, 2), (1, 3)``. At the end it forms a run of its own.
     """
@@ -63,7 +65,7 @@ def common_factors(source: Sequence[int], target: Sequence[int]) -> CommonFactor
     the other.
 
     ``(6, 4) -> (2, 12)`` has ``2, 3, 4``; ``(4, 6) -> (6, 4)`` has none. Sizes may be open; as few
-    comparisons as possible are made, because each is recorded.
+    comparisons as possible are made, because each is recorded. No size is 0, as above.
     """
     factors = CommonFactors(source=[[] for _ in source], target=[[] for _ in target])
     # An open size is never compared with 1: a size that is 1 in the example is not left open.

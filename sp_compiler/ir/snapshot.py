@@ -202,6 +202,6 @@ def _attributes(node: Node) -> dict[str, Any]:
 def _ref_text(ref: Ref) -> str:
     if ref.kind in ("param", "buffer", "constant"):
         return f"{ref.kind} {ref.name}"
-    if ref.kind == "call":
-        return f"call {ref.index}.{ref.output}"
+    if ref.kind in ("call", "size"):
+        return f"{ref.kind} {ref.index}.{ref.output}"
     return "seed" if ref.kind == "seed" else f"input {ref.index}"

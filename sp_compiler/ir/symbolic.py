@@ -17,10 +17,7 @@ import sympy
 import torch
 from torch import Tensor
 from torch.fx import Graph, Interpreter, Node
-from torch.fx.experimental.symbolic_shapes import (
-    ShapeEnv,
-    statically_known_true,
-)
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_true
 from torch.fx.node import map_aggregate, map_arg
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.printers import PythonPrinter
@@ -125,12 +122,12 @@ class Sizes:
         if self._guards is None or self._guards[0] != len(guards):
             text = " and ".join(f"({_TEXT.doprint(guard.expr)})" for guard in guards) or "True"
             names = ", ".join(str(size.symbol) for size in self.open)
-            # Divided by a number of floating point, a size prints as a call of torch.
+            # Of a size divided by a float torch's printer makes a call of torch.
             given = {"math": math, "torch": torch}
             self._guards = len(guards), eval(f"lambda {names}: {text}", given)
         return bool(self._guards[1](*actual))
 
-    def _failed_guard(self, binding: Mapping[sympy.Symbol, int]) -> str:
+    def _failed_guard(self, binding: Binding) -> str:
         for guard in self.env.guards:
             if not guard.expr.xreplace(binding):
                 frame = guard.sloc.framework_loc
@@ -226,7 +223,7 @@ def inline_sizes(graph: Graph) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Return a symbolic number that is known to be fixed as an int; others unchanged."""
+    """Return a symbolic number that is known to be fixed as a plain one; others unchanged."""
     # ``node.expr`` applies what has been found since; a SymInt itself never changes.
     if isinstance(value, SYMBOLIC):
         expr = value.node.expr
@@ -317,7 +314,7 @@ def text(value: Any, names: Mapping[sympy.Symbol, str]) -> str:
     return _TEXT.doprint(expr)
 
 
-def evaluate(value: Any, binding: Mapping[sympy.Symbol, int]) -> Any:
+def evaluate(value: Any, binding: Binding) -> Any:
     """Replace every symbolic number in ``value`` by its value at these sizes."""
 
     def number(leaf: Any) -> Any:

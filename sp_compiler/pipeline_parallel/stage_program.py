@@ -24,7 +24,7 @@ from sp_compiler.base.decisions import NumberRead
 from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.fx import ancestors
-from sp_compiler.ir.program import Call, Program, Ref, loss_position
+from sp_compiler.ir.program import Call, Program, Ref
 
 
 @dataclass(frozen=True)
@@ -70,15 +70,9 @@ def loss_of(program: Program) -> Ref:
     Raises:
         ArgumentError: there is none.
     """
-    scalars: dict[int, Ref] = {}
-    for position, ref in enumerate(program.outputs[: program.out_spec.num_leaves]):
-        if isinstance(ref, Ref) and ref.kind == "call":
-            node = program.calls[ref.index].region.outputs[ref.output]
-            if node.meta["val"].dim() == 0 and node.meta.get("requires_grad"):
-                scalars[position] = ref
-    loss = loss_position(program.out_spec, scalars)
+    loss = program.loss
     if loss is not None:
-        return scalars[loss]
+        return loss
     raise ArgumentError(
         "the model returns no loss: no output is a scalar with a gradient. A pipeline runs forward "
         "and backward of its microbatches in turns, so the loss has to come from the model: pass "

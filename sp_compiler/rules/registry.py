@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 
 from sp_compiler.base.placement import Placement
-from sp_compiler.ir.fx import arguments, tensor_operands
+from sp_compiler.ir.fx import arguments, shape_of, tensor_operands
 from sp_compiler.rules.factors import Dims, OpRule
 
 FIRST_OPERAND = ((0,),)
@@ -91,10 +91,6 @@ def rule(
         return factors
 
     return register
-
-
-def shape_of(node: Node) -> tuple[int, ...]:
-    return tuple(node.meta["val"].shape)
 
 
 def operand_shapes(node: Node) -> list[tuple[int, ...]]:

@@ -41,10 +41,11 @@ class Offers:
         world_size: number of ranks.
         shardable: whether a factor may be sharded as a feature (heads, width, vocabulary).
         segmentations: the segments, if any, into which a later operator splits a factor's dim.
+        operand_rows: number of leading token dims of each operand; 0 if it has no rows form.
+        result_rows: the same of each result.
+        sequence_parallel: whether values may be sharded by rows at all.
         may_pad: whether a factor that is not divisible may be sharded with padding.
         split_units: numbers of units, not divisible, in each part of a split.
-        num_rows: number of leading token dims of operand / result ``i``; 0 if it has no rows form.
-        sequence_parallel: whether values may be sharded by rows at all.
     """
 
     world_size: int

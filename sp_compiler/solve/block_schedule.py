@@ -12,6 +12,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import compress
+
+_BITS = bytes.maketrans(b"01", b"\0\1")
 
 
 @dataclass(frozen=True)
@@ -163,6 +166,12 @@ class Block:
                 behind[position] |= behind[user] | 1 << user
         return tuple(behind)
 
+    def kernels_us(self, tasks: int) -> float:
+        """Return the time of the kernels among ``tasks``, a set with one bit each."""
+        # As bytes of 0 and 1, from the first task on, so that no loop of Python looks at each.
+        bits = f"{tasks:b}"[::-1].encode().translate(_BITS)
+        return sum(compress(self.times_us, bits))
+
     @cached_property
     def compute_us(self) -> float:
         """Time of all kernels."""
@@ -273,58 +282,13 @@ class Clock:
             self.least_us = max(self.least_us, self._block.compute_us + self._idle_us)
 
 
-def least_us(block: Block) -> float:
-    """Return a lower bound on the time of any order of ``block``.
-
-    It is the largest of four: the time of all kernels; of all collectives and whatever must run
-    before the first and after the last; of the longest path; of collectives in a chain and all
-    kernels that must run before, between and after them.
-    """
-    from_start_us: list[float] = []  # to where the task begins, by the longest path
-    for task in block.tasks:
-        ends = (
-            from_start_us[needed] + block.tasks[needed].time_us + block.tasks[needed].link_us
-            for needed in task.needs
-        )
-        from_start_us.append(max(ends, default=0.0))
-    sent = [(i, task.link_us) for i, task in enumerate(block.tasks) if task.link_us]
-    link_us = sum(own_us for _, own_us in sent)
-    link_us += min((from_start_us[i] for i, _ in sent), default=0.0)
-    link_us += min((block.to_end_us[i] - own_us for i, own_us in sent), default=0.0)
-    path_us = max(block.to_end_us, default=0.0)
-    return max(block.compute_us, link_us, path_us, _longest_chain_us(block))
-
-
-def _longest_chain_us(block: Block) -> float:
-    kernels = [(1 << i, task.time_us) for i, task in enumerate(block.tasks) if task.time_us]
-
-    def kernels_us(tasks: int) -> float:
-        return sum(time_us for kernel, time_us in kernels if tasks & kernel)
-
-    longest_us = 0.0
-    until_us: dict[int, float] = {}  # by start, the time until its collective arrives
-    for start, task in enumerate(block.tasks):
-        if not task.link_us:
-            continue
-        begins_us = kernels_us(block.before[start])
-        for earlier, arrives_us in until_us.items():
-            arrived = block.wait_of.get(earlier, earlier)
-            if block.behind[arrived] >> start & 1:
-                between = block.behind[arrived] & block.before[start]
-                begins_us = max(begins_us, arrives_us + kernels_us(between))
-        until_us[start] = begins_us + task.link_us
-        behind = block.behind[block.wait_of.get(start, start)]
-        longest_us = max(longest_us, until_us[start] + kernels_us(behind))
-    return longest_us
-
-
 def most_beside(block: Block) -> float:
     """Return the largest possible kernel time beside a collective, relative to the collective's
     time."""
-    most = 0.0
+    most, every = 0.0, (1 << len(block.tasks)) - 1
     for start, wait in block.wait_of.items():
         ordered, link_us = block.before[start] | block.behind[wait], block.tasks[start].link_us
-        beside_us = sum(t.time_us for i, t in enumerate(block.tasks) if not ordered >> i & 1)
+        beside_us = block.kernels_us(every & ~ordered)
         if beside_us:
             most = max(most, beside_us / link_us if link_us else math.inf)
     return most

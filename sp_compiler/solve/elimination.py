@@ -11,6 +11,7 @@ linear program of :mod:`sp_compiler.solve.placement_milp` takes 10 s for the sam
 
 from __future__ import annotations
 
+import heapq
 import math
 import operator
 from collections import defaultdict
@@ -22,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sp_compiler.base.placement import Placement
-from sp_compiler.solve.placement_problem import ConversionCost, ValueName, Vertex
+from sp_compiler.solve.placement_problem import ConversionCost, NoChoiceError, ValueName, Vertex
 
 MAX_PAIRS = 4_000_000
 """Pairs of rows that one elimination may look at, about a second."""
@@ -116,7 +117,9 @@ class Elimination:
         for i, table in self._tables.items():
             for value in table.needs:
                 self._readers[value].add(i)
+        # The weight of each pair that can be eliminated, and all weights that pairs have had.
         self._edges: dict[tuple[int, int], tuple[int, int]] = {}
+        self._lightest: list[tuple[int, int, int, int]] = []
         for i in self._tables:
             self._measure(i)
 
@@ -125,22 +128,22 @@ class Elimination:
         wide.
 
         Raises:
-            ValueError: no choice satisfies every need.
+            NoChoiceError: no choice satisfies every need.
         """
         choices = [0] * len(self._tables)
+        for table in self._tables.values():
+            _require_rows(table)
         # Ties are broken by number, so that every rank eliminates in the same order.
         while self._edges:
-            _, pairs, first, second = min((*size, *pair) for pair, size in self._edges.items())
+            growth, pairs, first, second = heapq.heappop(self._lightest)
+            if self._edges.get((first, second)) != (growth, pairs):  # eliminated, or weighed anew
+                continue
             if pairs > MAX_PAIRS:
                 return None
             self._eliminate(first, second)
         # One table per connected part of the problem is left, and nothing outside sees it: its
         # cheapest row is the best. From there back to the options that it was made of.
-        todo = []
-        for table in self._tables.values():
-            if not len(table.costs):
-                raise ValueError("no choice satisfies every need")
-            todo.append((table, int(table.costs.argmin())))
+        todo = [(table, int(table.costs.argmin())) for table in self._tables.values()]
         while todo:
             table, row = todo.pop()
             if table.parts:
@@ -200,16 +203,22 @@ class Elimination:
 
         The weight: by how many values it widens the wider table, then how many pairs it looks at.
         """
-        table = self._tables[number]
-        pairs = [(self._maker[value], number) for value in table.needs]
-        pairs += [(number, reader) for value in table.makes for reader in self._readers[value]]
-        for pair in pairs:
+        for pair in self._edges_of(number):
             if pair in self._edges:
                 continue
             a, b = (self._tables[end] for end in pair)
             needs, makes = self._interface(*pair)
             growth = len(needs) + len(makes) - max(len(t.needs) + len(t.makes) for t in (a, b))
-            self._edges[pair] = growth, len(a.costs) * len(b.costs)
+            weight = self._edges[pair] = growth, len(a.costs) * len(b.costs)
+            heapq.heappush(self._lightest, (*weight, *pair))
+
+    def _edges_of(self, number: int) -> list[tuple[int, int]]:
+        """Return a table with each that it reads from, and with each that reads it."""
+        table = self._tables[number]
+        pairs = [(self._maker[value], number) for value in table.needs]
+        return pairs + [
+            (number, reader) for value in table.makes for reader in self._readers[value]
+        ]
 
     def _interface(self, first: int, second: int) -> tuple[list[ValueName], list[ValueName]]:
         """Values that the two tables together need, and those of theirs that others read."""
@@ -223,6 +232,8 @@ class Elimination:
     def _eliminate(self, first: int, second: int) -> None:
         """Replace two tables by one, with the number of the first."""
         needs, makes = self._interface(first, second)
+        for pair in (*self._edges_of(first), *self._edges_of(second)):
+            self._edges.pop(pair, None)
         a, b = self._tables.pop(first), self._tables.pop(second)
         # Out of the books before the pairs are made: those ask what the *remaining* tables read.
         for value in (*a.makes, *b.makes):
@@ -230,12 +241,11 @@ class Elimination:
         for value in (*a.needs, *b.needs):
             self._readers[value] -= {first, second}
         table = self._pairs(a, b, needs, makes)
+        _require_rows(table)
         self._tables[first] = self._without_replaceable(table)
         self._maker.update(dict.fromkeys(makes, first))
         for value in needs:
             self._readers[value].add(first)
-        for pair in [pair for pair in self._edges if not {first, second}.isdisjoint(pair)]:
-            del self._edges[pair]
         self._measure(first)
 
     def _mask_needed(self, value: ValueName) -> int:
@@ -321,6 +331,12 @@ class Elimination:
             if before_us < math.inf:
                 extra_us += max(0.0, self._cost(value, new[0], bit) - before_us)
         return extra_us
+
+
+def _require_rows(table: _Table) -> None:
+    # At once: what its values cost others has no largest without a row.
+    if not len(table.costs):
+        raise NoChoiceError("no choice satisfies every need")
 
 
 def _visible(seen: int) -> Callable[[State], State]:

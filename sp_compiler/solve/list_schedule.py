@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise, product
 
-from sp_compiler.solve.block_schedule import Block, least_us, peak_bytes
+from sp_compiler.solve.block_schedule import Block, peak_bytes
+from sp_compiler.solve.schedule_bound import least_us
 from sp_compiler.solve.schedule_walk import Fitting, Walked, Wishes, as_given, walked
 
 # Walks that improve on the ones before by their own clock; it settles after two or three. None gets

@@ -362,7 +362,8 @@ def _lifetimes(calls: Sequence[CallSplits]) -> tuple[dict[Storage, int], dict[St
     last: dict[Storage, int] = {}
     for index, call in enumerate(calls):
         for split in call.splits:
-            first = dict.fromkeys(split.shared, index) | first
+            for storage in split.shared:
+                first.setdefault(storage, index)
         for live in (
             *call.before,
             *call.after,

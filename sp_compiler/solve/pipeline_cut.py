@@ -29,7 +29,6 @@ def fastest_cut(times_us: Sequence[float], num_stages: int, added_us: Cost) -> l
             cannot fit, never negative. It may depend on the stage, because the first ones have most
             microbatches in flight.
     """
-
     until_us = [0.0, *itertools.accumulate(times_us)]
 
     def time_us(stage: int, start: int, stop: int) -> float:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from sp_compiler.base.errors import SPCompilerError
 from sp_compiler.solve.elimination import Elimination
 from sp_compiler.solve.placement_milp import solve_integer_program
-from sp_compiler.solve.placement_problem import ConversionCost, Vertex, conversions
+from sp_compiler.solve.placement_problem import ConversionCost, NoChoiceError, Vertex, conversions
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def solve(vertices: list[Vertex], conversion_cost: ConversionCost) -> Solution:
         is_eliminated = choices is not None
         if choices is None:
             choices, gap = solve_integer_program(vertices, conversion_cost)
-    except ValueError as error:
+    except NoChoiceError as error:
         raise SPCompilerError(f"no placement satisfies every operator: {error}") from error
     cost_us = cost_of(vertices, choices, conversion_cost)
     return Solution(choices, cost_us, gap, is_eliminated)

@@ -18,7 +18,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 from sp_compiler.base.placement import Placement
-from sp_compiler.solve.placement_problem import ConversionCost, ValueName, Vertex
+from sp_compiler.solve.placement_problem import ConversionCost, NoChoiceError, ValueName, Vertex
 
 
 class _Rows:
@@ -43,7 +43,7 @@ class _Rows:
 # Columns of all linear programs of one search together: some ten seconds. A number of steps, not
 # a time, so that every rank comes to the same end.
 _MAX_COLUMNS = 100_000
-_CUT_SHORT = (1, 4)  # scipy's status: a limit was reached, or "other", which that of nodes is
+_CUT_SHORT = (1, 4)  # scipy's status: a limit was reached, or "other", as for the limit of nodes
 
 
 def solve_integer_program(
@@ -60,7 +60,7 @@ def solve_integer_program(
         0 unless the search was cut short.
 
     Raises:
-        ValueError: no choice satisfies every need.
+        NoChoiceError: no choice satisfies every need.
     """
     columns: list[float] = []
     first: list[int] = []
@@ -114,7 +114,7 @@ def _search(columns: list[float], rows: _Rows, num_binary: int) -> Any:
     if result.x is None and result.status in _CUT_SHORT:
         result = search(options=options)
     if result.x is None:
-        raise ValueError(result.message)
+        raise NoChoiceError(result.message)
     return result
 
 

@@ -14,6 +14,10 @@ ConversionCost = Callable[[Any, Placement, Placement], "float | None"]
 """Price in us of making a value's second placement from the first; ``None``: impossible."""
 
 
+class NoChoiceError(ValueError):
+    """No choice of options satisfies every need."""
+
+
 @dataclass(frozen=True)
 class Option:
     """One way to run a vertex: a placement for each needed and each made value, and a cost in

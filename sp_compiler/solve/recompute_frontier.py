@@ -107,13 +107,11 @@ def cheapest(
     return _SavingProgram(values, host_us).solve(limit_bytes=limit_bytes)
 
 
-def frontier(
-    values: Sequence[ForwardValue], steps: int = _STEPS, host_us: float = 0.0
-) -> list[Choice]:
+def frontier(values: Sequence[ForwardValue], host_us: float = 0.0) -> list[Choice]:
     """Return Pareto-optimal choices, from the smallest to the fastest.
 
     All corners of the convex hull of (bytes, time), from which the best mixtures over many equal
-    blocks consist, and the cheapest below each of ``steps`` evenly spaced limits.
+    blocks consist, and the cheapest below each of some evenly spaced limits.
 
     Args:
         host_us: time in which the link can send to the host what one forward makes; 0 if nothing is
@@ -126,8 +124,8 @@ def frontier(
         return [choice for choice in (fast,) if choice is not None]
     choices = {small, fast, *_corners(program, small, fast)}
     # A single block cannot mix: between two corners it needs a choice that is on no corner.
-    for step in range(1, steps):
-        limit = small.num_bytes + (fast.num_bytes - small.num_bytes) * step // steps
+    for step in range(1, _STEPS):
+        limit = small.num_bytes + (fast.num_bytes - small.num_bytes) * step // _STEPS
         choices.add(program.solve(limit_bytes=limit) or small)
     best: list[Choice] = []
     # By the kept values last, so that no order of a set decides between equal choices.

@@ -25,7 +25,7 @@ from sp_compiler.base.errors import CaptureError, UnsupportedError
 from sp_compiler.base.pass_report import Pass
 from sp_compiler.base.provenance import node_origin
 from sp_compiler.ir.captured import Captured
-from sp_compiler.ir.fx import calls, output_node
+from sp_compiler.ir.fx import calls
 from sp_compiler.ir.hints import parameters_of
 from sp_compiler.ir.program import Ref
 from sp_compiler.ir.rewriting import erase_dead, fake_mode_of, make_call, refake, set_value
@@ -183,7 +183,7 @@ def _add_sizes(captured: Captured, leaves: Sequence[Any]) -> None:
     env = fake_mode_of(graph).shape_env
     if env is None:
         raise NotSymbolic("export made no symbols")
-    if any(map(is_open, pytree.tree_leaves(output_node(graph).args))):
+    if any(map(is_open, pytree.tree_leaves(graph.output_node().args))):
         raise NotSymbolic("the model returns a size as a number")
     sizes = open_sizes(inputs, leaves, env)
     first = captured.placeholders[0]
@@ -248,7 +248,7 @@ def _from_exported(
             constants[ref.name] = exported.constants[ref.name]
         node.replace_all_uses_with(first.setdefault(ref, node))
         refs.append(ref)
-    mutated = _mutated_last(output_node(graph), exported.graph_signature.output_specs, canonical)
+    mutated = _mutated_last(graph.output_node(), exported.graph_signature.output_specs, canonical)
     # Behind the model's own output the exported forward returned what it stores.
     out_spec = exported.call_spec.out_spec.child(0)
     captured = Captured(GraphModule(nn.Module(), graph), refs, in_spec, out_spec)

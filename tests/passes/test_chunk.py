@@ -70,6 +70,13 @@ def scaled_to_sum_one(logits: Tensor, y: Tensor) -> Tensor:
     return nll((tokens / tokens.sum(-1, keepdim=True)).view(N, V), y).mean()
 
 
+def divided_over_ranks(logits: Tensor, y: Tensor) -> Tensor:
+    """As a softmax that is written out, of classes that ranks share."""
+    powers = logits.exp()
+    sums = _sp.convert(powers.sum(-1, keepdim=True), "P", "I", 1)
+    return nll(powers / sums, y).mean()
+
+
 def cross_entropy(**options: Any) -> Loss:
     """The loss of classes that no rank shards, with weights of the classes."""
 
@@ -136,6 +143,7 @@ LOSSES: dict[str, Loss] = {
     "penalty on logsumexp": with_penalty,
     "log softmax": by_log_softmax,
     "scaled to sum one": scaled_to_sum_one,
+    "divided over ranks": divided_over_ranks,
     "cross entropies": lambda x, y: tuple(
         cross_entropy(**options)(x, y)
         for options in ({"label_smoothing": 0.1}, {"reduction": "sum"}, {"reduction": "none"})

@@ -16,12 +16,12 @@ from sp_compiler.solve.block_schedule import (
     Memory,
     Task,
     is_valid,
-    least_us,
     most_beside,
     peak_bytes,
     simulate,
 )
 from sp_compiler.solve.list_schedule import ListSchedule, list_schedule
+from sp_compiler.solve.schedule_bound import least_us
 from sp_compiler.solve.schedule_walk import Fitting, Walked, Wishes, walked
 
 

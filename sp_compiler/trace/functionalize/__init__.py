@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from sp_compiler.base.pass_report import Pass
-from sp_compiler.ir.fx import calls, output_node
+from sp_compiler.ir.fx import calls
 from sp_compiler.ir.rewriting import fake_mode_of, inherit, make_call, replace_results
 from sp_compiler.trace.functionalize.composites import call_signature, is_composite, trace_call
 from sp_compiler.trace.functionalize.hidden_writes import (
@@ -172,7 +172,9 @@ def _detach_new_values(body: GraphModule) -> set[StorageWeakRef]:
     storages of what is detached.
     """
     new: set[StorageWeakRef] = set()
-    returned = {storage for value in output_node(body.graph).args[0] for storage in storages(value)}
+    returned = {
+        storage for value in body.graph.output_node().args[0] for storage in storages(value)
+    }
     for node in list(body.graph.nodes):
         # The first node of a storage is the one that makes it; others are views, or write to it.
         own = returned.intersection(storages(node))
@@ -199,7 +201,7 @@ def _detach_outputs(body: GraphModule, detached: set[StorageWeakRef]) -> None:
 
     Not those in storages that are ``detached`` already, nor a tensor that the region was given.
     """
-    output, results = output_node(body.graph), []
+    output, results = body.graph.output_node(), []
     for value in output.args[0]:
         value = _same_object(body, value)
         is_made = isinstance(value, Node) and value.op != "placeholder"
@@ -219,7 +221,7 @@ def _same_object(module: GraphModule, value: Any) -> Any:
         elif isinstance(region, Node) and region.target in (SET_GRAD, AUTOCAST):
             body = body_of(module, region)
             inputs = body.graph.find_nodes(op="placeholder")
-            result = _same_object(body, output_node(body.graph).args[0][value.args[1]])
+            result = _same_object(body, body.graph.output_node().args[0][value.args[1]])
             if result not in inputs:
                 return value
             value = operands_of(region, body)[inputs.index(result)]

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.base.provenance import node_origin
-from sp_compiler.ir.fx import arguments, carries_gradient, output_node
+from sp_compiler.ir.fx import arguments, carries_gradient
 from sp_compiler.ir.op_traits import FILLED
 from sp_compiler.ir.symbolic import same_shape
 from sp_compiler.trace.functionalize.regions import AUTOCAST, SET_GRAD, body_of, operands_of
@@ -106,7 +106,7 @@ def refuse_hidden_writes(module: GraphModule) -> None:
         if isinstance(value, Tensor) and value.requires_grad:
             walk.with_gradient.update(storages(node))
     detached = walk.run(module, records=True, detached=[])
-    results = zip(output_node(module.graph).args[0], detached, strict=True)
+    results = zip(module.graph.output_node().args[0], detached, strict=True)
     walk.refuse_reads([value for value, is_detached in results if not is_detached])
 
 

@@ -342,7 +342,7 @@ def capture_error(
         )
     if "fake tensor in the exported program" in text:
         text = "a value got past the tracer, which x.data does, and a gradient taken in forward"
-        advice = "read x.detach() instead; writes into x.data and gradients belong outside of forward"
+        advice = "read x.detach() instead; writes into x.data, and gradients, belong outside of it"
     if any(each in str(error) for each in unknown_class):
         advice = (
             "what goes in and out of forward must be tensors, numbers, strings and None in tuples, "

@@ -1,4 +1,4 @@
-"""Rules of pooling, resampling, padding and patches of images, volumes and sequences, and of gradients."""
+"""Rules of pooling, resampling, padding and patches of images, and of their gradients."""
 
 from __future__ import annotations
 

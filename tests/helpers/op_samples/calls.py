@@ -58,6 +58,7 @@ _EXCLUDED = {
     aten._unsafe_index.Tensor_hacked_twin,
     aten._unsafe_index_put.hacked_twin, aten.where.default, aten.equal.default,
     aten.narrow.Tensor, aten.rrelu.default, aten.copy.Dict_Tensor,
+    aten.index_fill.int_Tensor,  # its gradient asks for indices without repeats
     # a product of 16-bit factors in 32 bits, on GPUs alone
     aten.mm.dtype, aten.bmm.dtype, aten.baddbmm.dtype, aten.addmm.dtype,
     aten._scaled_dot_product_flash_attention.quantized,

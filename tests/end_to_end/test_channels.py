@@ -62,7 +62,7 @@ def _bags(batch: int) -> dict[str, Any]:
 
 _CASES = [
     (Images, _images, "up.weight", S(0), 2),
-    (Images, _images, "down.weight", S(0), 3),
+    (Images, _images, "down.weight", S(1), 3),
     (Bags, _bags, "bags.weight", S(1), 4),
 ]
 

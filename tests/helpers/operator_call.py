@@ -44,7 +44,8 @@ class Call:
     def is_traced(self) -> bool:
         """Return whether only differentiation makes such calls, on one rank: never lowered."""
         name = self.target.__name__
-        return "backward" in name or "forward_only" in name or self.target in FUSED_ATTENTION
+        inner = name.startswith(("_euclidean_dist", "_embedding_bag_forward_only"))
+        return inner or "backward" in name or self.target in FUSED_ATTENTION
 
     def on(self, tensors: Sequence[Any], **sizes: Any) -> Call:
         """The same call on other tensors and with other size arguments."""

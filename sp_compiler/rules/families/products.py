@@ -216,13 +216,12 @@ def _channels(
     is_transposed = arguments(node).get("transposed", False)
     groups = (result if is_transposed else image)[1] // weight[1]
     inner, outer = private((image[1] // groups,), "c")[0], private((result[1] // groups,), "o")[0]
+    shared: Dim = (Factor("g", groups),)
     # One group: input channels are summed by every output, and a partial sum would meet the bias.
     if groups == 1:
-        channels, out = inner, (Factor("o", result[1]),)
-        of_weight = (channels, out) if is_transposed else (out, channels)
-    else:
-        channels, out = (Factor("g", groups), *inner), (Factor("g", groups), *outer)
-        of_weight = (channels, outer) if is_transposed else (out, inner)
+        shared, outer = (), (Factor("o", result[1]),)
+    channels, out = (*shared, *inner), (*shared, *outer)
+    of_weight = (channels, outer) if is_transposed else (out, inner)
     return channels, out, (*of_weight, *private(weight[2:], "w"))
 
 

@@ -144,7 +144,7 @@ REFUSED: dict[str, Case] = {
     "split of other segments": (aten.split_with_sizes.default, [(4, 6), [2, 4], 1], ["S(1|6,6)"]),
     "join of a shard and a replicated part": (aten.cat.default, [[(4, 6), (4, 6)]], ["S(0)", "R"]),
     "shard that a view takes apart": (aten.view.default, [(3, 4), [2, 6]], ["S(1)"]),
-    "no rule": (aten.cumprod.default, [(4, 6), 1], ["S(0)"]),
+    "no rule": (aten.renorm.default, [(4, 6), 2, 0, 1.0], ["S(1)"]),
     "random numbers": (aten.bernoulli.default, [(4, 6)], ["R"]),
     "conversion of something else": (sp.convert.default, [(4, 6), "S(0)", "R", WORLD], ["S(1)"]),
     "conversion that is not there": (sp.convert.default, [(4, 6), "R", "P", WORLD], ["R"]),

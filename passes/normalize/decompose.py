@@ -40,6 +40,7 @@ def canonical_operators(graph: Graph) -> None:
     - ``broadcast_tensors(x, y)[i]`` -> ``expand`` of one
     - ``x @ w.T`` -> ``linear(x, w)``
     - ``einsum`` -> ``matmul`` or ``linear``, sums and moves of dims, see :func:`.einsum.contract`
+    - ``adaptive_avg_pool`` to one element -> ``mean``
     - ``glu(x)`` -> ``a * sigmoid(b)`` of the halves of ``x``
     - ``cross_entropy`` of logits with classes in dim 1 of several -> that of rows of logits; with
       probabilities as targets -> their product with ``log_softmax``
@@ -164,6 +165,14 @@ def _glu(node: Node) -> None:
     )
     gate = insert_call(node, _aten.sigmoid.default, (gate,), origin=_ORIGIN)
     replace_call(node, _aten.mul.Tensor, (value, gate), origin=_ORIGIN)
+
+
+def _pooled_to_one(node: Node) -> None:
+    # Where channels are last in memory, autograd would see a view by strides in place of it.
+    bound = arguments(node)
+    if all(size == 1 for size in bound["output_size"]):
+        dims = list(range(-len(bound["output_size"]), 0))
+        replace_call(node, _aten.mean.dim, (bound["self"], dims, True), origin=_ORIGIN)
 
 
 def _weight_norm(node: Node) -> None:
@@ -346,6 +355,7 @@ _REWRITES: dict[object, Callable[[Node], None]] = {
     _aten.mm.default: _product,
     _aten.einsum.default: _einsum,
     _aten.glu.default: _glu,
+    **{getattr(_aten, f"adaptive_avg_pool{n}d").default: _pooled_to_one for n in (1, 2, 3)},
     _aten._weight_norm.default: _weight_norm,
     _aten.norm_except_dim.default: _norm_except_dim,
     _aten.cross_entropy_loss.default: cross_entropy,

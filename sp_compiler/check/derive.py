@@ -235,7 +235,8 @@ def _reshaped_segments(
 
     The rule takes ``b h`` for one factor where neither shape has ``b`` alone.
     """
-    if shadow.target not in RESHAPES or len(set(operands[0].segments)) != 1:
+    is_reshape = shadow.target in (*RESHAPES, aten._unsafe_view.default)
+    if not is_reshape or len(set(operands[0].segments)) != 1:
         return []
     (operand,), result = tensor_operands(shadow), tuple(shadow.meta["val"].shape)
     shape, dim, count = operand.meta["val"].shape, operands[0].dim, len(operands[0].segments)

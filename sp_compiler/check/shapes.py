@@ -191,6 +191,26 @@ def _split(
     ]
 
 
+# Which of the results are empty differs between kernels and the meta device.
+
+
+def _bags(
+    node: Node, operands: Sequence[Any], placements: Sequence[Placement], world_size: int
+) -> Iterator[list[Shape | None]]:
+    """Shapes of a lookup of bags, whose width alone may be sharded."""
+    width = operands[0].shape[1]
+    local = [shape or () for shape in local_shapes(node)]
+    yield [(*shape[:-1], width) if len(shape) == 2 else shape for shape in local]
+
+
+def _running_norm(
+    node: Node, operands: Sequence[Any], placements: Sequence[Placement], world_size: int
+) -> Iterator[list[Shape | None]]:
+    """Shapes of a batch norm with running statistics."""
+    shape = tuple(operands[0].shape)
+    yield [shape, *(local if local == (0,) else shape[1:2] for local in local_shapes(node)[1:])]
+
+
 _Sized = Callable[[Node, Sequence[Any], Sequence[Placement], int], Iterator[list[Shape | None]]]
 # Views whose sizes are one rank's: run on global operands they would fail or give another shape, so
 # that the global shapes are computed from the local ones.
@@ -212,4 +232,14 @@ _SIZED: dict[object, _Sized] = {
     aten.expand.default: _expanded,
     aten.broadcast_to.default: _expanded,
     aten.split_with_sizes.default: _split,
+    **dict.fromkeys(
+        (
+            aten.embedding_bag.default,
+            aten.embedding_bag.padding_idx,
+            aten._embedding_bag.default,
+            aten._embedding_bag_forward_only.default,
+        ),
+        _bags,
+    ),
+    aten._native_batch_norm_legit_no_training.default: _running_norm,
 }

@@ -16,6 +16,7 @@ from sp_compiler.base.placement import Placement
 from sp_compiler.ir.fx import arguments
 from sp_compiler.ir.reshapes import matching_spans
 from sp_compiler.rules.families.fourier import PRIMITIVES, TRANSFORMS
+from sp_compiler.rules.families.images import LINEAR
 
 aten = torch.ops.aten
 Function = Callable[..., Any]
@@ -30,8 +31,10 @@ UNKNOWN_LINEAR = frozenset(
     | {"aten::gather", "aten::scatter", "aten::scatter_add", "aten::view_as_complex"}
     | {"aten::view_as_real", "aten::index_add", "aten::index_select", "aten::copy"}
     | {"aten::_conj", "aten::conj_physical", "aten::complex"}
-    | {"aten::pixel_shuffle", "aten::pixel_unshuffle"}
-) | {*TRANSFORMS, *PRIMITIVES}
+    | {"aten::pixel_shuffle", "aten::pixel_unshuffle", "aten::_unsafe_index"}
+    | {"aten::linalg_cross", "aten::index_copy", "aten::index_fill"}
+    | {"aten::linalg_solve_triangular"}
+) | {*TRANSFORMS, *PRIMITIVES, *LINEAR}
 """Linear operators that ``spmd_types`` does not know to be linear: it refuses partial sums."""
 
 

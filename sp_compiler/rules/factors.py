@@ -62,6 +62,8 @@ class OpRule:
             sharded dim and the number of ranks. It then supports no segments, and rows exclude the
             last dim.
         rows: how leading dims may be flattened to rows of tokens; see :data:`Rows`.
+        whole: positions of results that no sharded operand changes: all ranks have them. Not with
+            ``linear``.
         segmented: whether a dim may be sharded in segments or with padding; not where the typings
             of an operator of ours name the dim alone.
     """
@@ -74,6 +76,7 @@ class OpRule:
     split: tuple[int, tuple[int, ...]] | None = None
     placed: bool = False
     rows: Rows = "leading"
+    whole: tuple[int, ...] = ()
     segmented: bool = True
 
 

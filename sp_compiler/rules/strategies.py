@@ -132,9 +132,13 @@ def shard_factor(
     # A result without the factor holds one rank's share of a sum, or, for any other operator, is
     # not what all ranks have: there is no such placement.
     averaged = factor in rule.averaged
+    for index in rule.whole:
+        # With no operand of either kind the check reads it as I.
+        results[index] = R if R in operands else I
+    lacking = [i for i, placement in enumerate(results) if placement == R and i not in rule.whole]
     if averaged or any(factor.name == contracted.name for contracted in rule.contracted):
-        results = [P if placement == R else placement for placement in results]
-    elif R in results:
+        results = [P if i in lacking else placement for i, placement in enumerate(results)]
+    elif lacking:
         return None
     # One cut serves all: S(0) of one tensor is not the rows of S(0|4,4) of another. Units are
     # scaled with the dim that they are in.

@@ -18,6 +18,7 @@ from sp_compiler.rules.families import (  # noqa: F401 - they register their row
     elementwise,
     experts,
     fourier,
+    images,
     indexing,
     norms,
     products,

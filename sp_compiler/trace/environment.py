@@ -341,8 +341,8 @@ def capture_error(
             "a traced tensor has no numbers for NumPy; compute with torch's functions in forward"
         )
     if "fake tensor in the exported program" in text:
-        text = "a value got past the tracer, which x.data does"
-        advice = "read x.detach() instead; what writes into x.data belongs outside of forward"
+        text = "a value got past the tracer, which x.data does, and a gradient taken in forward"
+        advice = "read x.detach() instead; writes into x.data, and gradients, belong outside of it"
     if any(each in str(error) for each in unknown_class):
         advice = (
             "what goes in and out of forward must be tensors, numbers, strings and None in tuples, "

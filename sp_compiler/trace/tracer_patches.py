@@ -16,6 +16,7 @@ import torch._export.passes.replace_set_grad_with_hop_pass as grad_mode_regions
 from torch import Tensor, nn
 from torch._decomp import decompositions
 from torch._dynamo import _trace_wrapped_higher_order_op
+from torch._functorch import eager_transforms
 from torch.autograd import grad_mode
 from torch.fx import Node
 from torch.fx.experimental import proxy_tensor
@@ -75,6 +76,7 @@ def patched_tracers() -> Iterator[None]:
         grad_modes_found_under_autocast(),
         modules_left_as_they_are(),
         plain_index_under_vmap(),
+        derivatives_refused(),
     ):
         yield
 
@@ -94,6 +96,27 @@ def default_dtype_kept() -> Iterator[None]:
 
     # torch internals: torch.set_default_dtype.
     with mock.patch.object(torch, "set_default_dtype", set_default_dtype):
+        yield
+
+
+@contextlib.contextmanager
+def derivatives_refused() -> Iterator[None]:
+    """Refuse a forward that differentiates by ``torch.func``; the tracer sees through ``vmap``
+    alone."""
+
+    def refuse() -> None:
+        raise UnsupportedError(
+            "forward differentiates by torch.func (grad, vjp, jvp, jacrev, ...), which cannot be "
+            f"captured: {user_line()}; write the derivative out, or take it outside of forward, of "
+            "what the compiled model returns (torch.autograd.grad)"
+        )
+
+    # torch internals: the two contexts that all of these enter first. Torch's own errors name no
+    # line, and after that of jvp it refuses requires_grad_ in this process.
+    with (
+        mock.patch.object(eager_transforms, "grad_increment_nesting", refuse),
+        mock.patch.object(eager_transforms, "jvp_increment_nesting", refuse),
+    ):
         yield
 
 

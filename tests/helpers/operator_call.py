@@ -43,7 +43,9 @@ class Call:
     @property
     def is_traced(self) -> bool:
         """Return whether only differentiation makes such calls, on one rank: never lowered."""
-        return "backward" in self.target.__name__ or self.target in FUSED_ATTENTION
+        name = self.target.__name__
+        inner = name.startswith(("_euclidean_dist", "_embedding_bag_forward_only"))
+        return inner or "backward" in name or self.target in FUSED_ATTENTION
 
     def on(self, tensors: Sequence[Any], **sizes: Any) -> Call:
         """The same call on other tensors and with other size arguments."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -155,3 +156,31 @@ def test_a_default_dtype_set_in_forward_is_refused_with_its_line() -> None:
     with pytest.raises(UnsupportedError, match=r"default dtype to torch\.float64.*test_environ"):
         capture(Model(), (torch.randn(2),))
     assert torch.get_default_dtype() is torch.float32
+
+
+def _square(x: Tensor) -> Tensor:
+    return x.square().sum()
+
+
+@pytest.mark.parametrize(
+    "derivative",
+    [
+        lambda x: torch.func.grad(_square)(x),
+        lambda x: torch.func.jvp(_square, (x,), (x,))[1],
+        lambda x: torch.func.vmap(torch.func.vjp(_square, x)[1])(x)[0],
+        lambda x: torch.func.jacfwd(_square)(x),
+    ],
+)
+def test_a_derivative_in_forward_is_refused_with_its_line(
+    derivative: Callable[[Tensor], Tensor],
+) -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * derivative(x)).sum()
+
+    said = r"by torch\.func .*test_environment\.py:\d+ lambda x: torch\.func.*; write .* out"
+    with pytest.raises(UnsupportedError, match=said):
+        capture(Model(), (torch.randn(2),))
+    # Torch's own error of jvp would leave this refused.
+    assert torch.randn(2).requires_grad_().requires_grad
+    assert torch.equal(torch.func.grad(_square)(torch.ones(2)), 2 * torch.ones(2))

@@ -61,7 +61,8 @@ def _linear_sets(node: Node, count: int) -> tuple[tuple[int, ...], ...]:
 @rule(
     *("aten::clone", "aten::contiguous", "aten::_to_copy", "aten::to", "aten::where"),
     *("aten::native_dropout_backward", "aten::log_sigmoid", "aten::floor_divide", "aten::copy"),
-    *("aten::_conj", "aten::conj_physical", "aten::complex"),
+    *("aten::_conj", "aten::conj_physical", "aten::complex", "aten::polar"),
+    *("aten::hardswish", "aten::rsub", "aten::_prelu_kernel"),
 )
 def pointwise(node: Node) -> OpRule | None:
     shapes, results = operand_shapes(node), result_shapes(node)
@@ -156,16 +157,25 @@ def _autograd_function(node: Node) -> OpRule | None:
         f"aten::{name}_backward"
         for name in (
             *("gelu", "silu", "tanh", "sigmoid", "threshold", "elu", "softplus", "leaky_relu"),
-            *("hardtanh", "mish", "hardswish", "hardsigmoid"),
+            *("hardtanh", "mish", "hardswish", "hardsigmoid", "_prelu_kernel"),
         )
     )
 )
 def _pointwise_backward(node: Node) -> OpRule:
-    dims = numbered(shape_of(node))
-    operands = tuple(
-        broadcast(shape_of(operand), dims, shape_of(node)) for operand in tensor_operands(node)
-    )
-    return OpRule(operands, (dims,), linear=FIRST_OPERAND)
+    """Results: the gradient of each operand, of which a second one is not yet summed."""
+    shape, *others = result_shapes(node)
+    dims = numbered(shape)
+    operands = tuple(broadcast(each, dims, shape) for each in operand_shapes(node))
+    return OpRule(operands, (dims,) * (1 + len(others)), linear=FIRST_OPERAND)
+
+
+@rule("aten::prelu")
+def _prelu(node: Node) -> OpRule:
+    """A slope for each index of dim 1, or one for all."""
+    shape, slopes = operand_shapes(node)
+    dims = numbered(shape)
+    of_slopes = dims[1:2] if slopes == shape[1:2] else private(slopes, "w")
+    return OpRule((dims, of_slopes), (dims,))
 
 
 @rule("aten::log_sigmoid_forward")

@@ -50,6 +50,39 @@ def _embedding_backward(node: Node) -> OpRule:
     return OpRule(((*dims, *hidden), dims), (table,), contracted=tokens, linear=FIRST_OPERAND)
 
 
+_LOOKUPS_OF_BAGS = (
+    *("aten::embedding_bag", "aten::_embedding_bag", "aten::_embedding_bag_forward_only"),
+    *("aten::_embedding_bag_backward", "aten::_embedding_bag_dense_backward"),
+    "aten::_embedding_bag_per_sample_weights_backward",
+)
+
+
+@rule(*_LOOKUPS_OF_BAGS)
+def _embedding_bag(node: Node) -> OpRule:
+    """The width may be sharded; where a bag ends depends on data.
+
+    Results of the lookup: the rows, two numbers per index or bag, and of which entry the largest
+    element of each row is. Of its backward: the gradient of the table, or of each entry's factor,
+    which is a sum over the width.
+    """
+    args, results = arguments(node), result_shapes(node)
+    is_backward = "grad" in args
+    rows = shape_of(args["grad"]) if is_backward else results[0]
+    hidden = named(rows[1:], "h")
+
+    def of(shape: tuple[int, ...], owner: str) -> Dims:
+        # No other value has two dims.
+        return (*private(shape[:1], owner), *(hidden if len(shape) == 2 else ()))
+
+    operands = tuple(of(shape, f"o{index}_") for index, shape in enumerate(operand_shapes(node)))
+    made = tuple(of(shape, f"r{index}_") for index, shape in enumerate(results))
+    summed = hidden[0] if len(results[0]) == 1 else ()
+    if is_backward:
+        return OpRule(operands, made, contracted=summed, linear=FIRST_OPERAND, rows="fixed")
+    whole = tuple(index for index, shape in enumerate(results) if len(shape) == 1)
+    return OpRule(operands, made, rows="fixed", whole=whole)
+
+
 @rule("aten::slice", "aten::select", "aten::narrow", "aten::flip", "aten::roll")
 def _slice(node: Node) -> OpRule | None:
     shapes, results = operand_shapes(node), result_shapes(node)
@@ -102,9 +135,10 @@ def _index_select(node: Node) -> OpRule:
     return OpRule((dims, numbers), (result,), linear=FIRST_OPERAND, rows="fixed")
 
 
-@rule("aten::index_add")
+@rule("aten::index_add", "aten::index_copy")
 def _index_add(node: Node) -> OpRule:
-    """Jointly linear in the tensor and the rows that are added to some of its own."""
+    """Jointly linear in the tensor and the rows that are added to some of its own, or replace
+    them."""
     shape, index, source = operand_shapes(node)
     dim = positive_dim(arguments(node)["dim"], len(shape))
     dims, numbers = numbered(shape, blocked=(dim,) if shape else ()), private(index, "i")
@@ -112,6 +146,17 @@ def _index_add(node: Node) -> OpRule:
         return OpRule((private(shape, "d"), numbers, private(source, "s")), (private(shape, "d"),))
     added = (*dims[:dim], *private(source[dim : dim + 1], "s"), *dims[dim + 1 :])
     return OpRule((dims, numbers, added), (dims,), linear=((0, 2),), rows="fixed")
+
+
+@rule("aten::index_fill")
+def _index_fill(node: Node) -> OpRule:
+    shape, index, *number = operand_shapes(node)
+    dim = positive_dim(arguments(node)["dim"], len(shape))
+    dims = numbered(shape, blocked=(dim,) if shape else ())
+    # Any other number would be put in by each rank.
+    linear = FIRST_OPERAND if arguments(node)["value"] == 0 else ()
+    operands = (dims, private(index, "i"), *(private(each, "v") for each in number))
+    return OpRule(operands, (dims,), linear=linear, rows="fixed")
 
 
 @rule("aten::one_hot")
@@ -130,7 +175,7 @@ def _gather(node: Node) -> OpRule:
     return OpRule(dims, dims[1:], linear=FIRST_OPERAND)
 
 
-@rule("aten::scatter", "aten::scatter_add")
+@rule("aten::scatter", "aten::scatter_add", "aten::scatter_reduce")
 def _scatter(node: Node) -> OpRule:
     """Jointly linear in the tensor and the values put or added into it."""
     shape, index, *source = operand_shapes(node)
@@ -233,7 +278,7 @@ def _index_dims(node: Node, source: tuple[int, ...]) -> tuple[Dims, Dims, list[D
     return indexed, result, [broadcast(shape, picked, picked_shape) for shape in shapes]
 
 
-@rule("aten::index")
+@rule("aten::index", "aten::_unsafe_index")
 def _index(node: Node) -> OpRule | None:
     parts = _index_dims(node, shape_of(tensor_operands(node)[0]))
     if parts is None:

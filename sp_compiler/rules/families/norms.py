@@ -25,6 +25,7 @@ from sp_compiler.rules.registry import (
     result_shapes,
     result_values,
     rule,
+    schema_name,
     shape_of,
 )
 
@@ -111,11 +112,14 @@ def _batch_norm(node: Node) -> OpRule:
         return image if name in ("input", "grad_out") else per_channel(shape_of(operand))
 
     # No value where no gradient is asked for: of a norm that is frozen or has no weight.
-    others = [shape[1:2] if value is None else value.shape for value in result_values(node)[1:]]
+    values = result_values(node)[1:]
+    others = [shape[1:2] if value is None else tuple(value.shape) for value in values]
     results = (image, *map(per_channel, others))
     linear = FIRST_OPERAND if "grad_out" in args else ()
+    whole = tuple(index for index, shape in enumerate(others, 1) if shape == (0,))
+    operands = dims_by_name(node, dims)
     # Dim 1 is the channels, wherever the tokens are.
-    return OpRule(dims_by_name(node, dims), results, linear=linear, rows="fixed")
+    return OpRule(operands, results, linear=linear, rows="fixed", whole=whole)
 
 
 @rule("aten::log_softmax", "aten::_log_softmax")
@@ -127,8 +131,8 @@ def _log_softmax(node: Node) -> OpRule:
 
 
 @rule(
-    *("aten::softmax", "aten::_softmax", "aten::cumsum", "aten::topk", "aten::sort"),
-    "aten::argsort",
+    *("aten::softmax", "aten::_softmax", "aten::topk", "aten::sort", "aten::argsort"),
+    *("aten::cumsum", "aten::cumprod", "aten::cummax", "aten::cummin", "aten::logcumsumexp"),
 )
 def _softmax(node: Node) -> OpRule:
     """The operator works along one dim, which may change its size, separately for each row."""
@@ -140,7 +144,8 @@ def _softmax(node: Node) -> OpRule:
         for result in result_shapes(node)
     )
     # The one linear operator among them.
-    return OpRule((dims,), results, linear=FIRST_OPERAND if "cumsum" in str(node.target) else ())
+    linear = FIRST_OPERAND if schema_name(node) == "aten::cumsum" else ()
+    return OpRule((dims,), results, linear=linear)
 
 
 @rule("aten::_softmax_backward_data", "aten::_log_softmax_backward_data")

@@ -22,6 +22,7 @@ from sp_compiler.rules.registry import (
     FIRST_OPERAND,
     LocalCall,
     operand_shapes,
+    positive_dim,
     result_shapes,
     rule,
     shape_of,
@@ -85,6 +86,48 @@ def _baddbmm(node: Node) -> OpRule:
     return OpRule(operands, (dims,), rows="fixed")
 
 
+@rule(*("aten::cdist", "aten::_cdist_forward", "aten::_euclidean_dist", "aten::_cdist_backward"))
+def _distances(node: Node) -> OpRule:
+    """``b m k, b n k -> b m n``; of its backward, the gradient of the first."""
+    args, (result,) = arguments(node), result_shapes(node)
+    batch = numbered(result[:-2])
+    first, second = shape_of(args["x1"]), shape_of(args["x2"])
+    (m,), (n,), k = named(first[-2:-1], "m"), named(second[-2:-1], "n"), private(first[-1:], "k")
+    pairs = (*batch, m, n)
+    # By position: both may be one tensor.
+    points = tuple(
+        (*broadcast(shape[:-2], batch, result[:-2]), own, *k)
+        for shape, own in ((first, m), (second, n))
+    )
+    if "grad" not in args:
+        return OpRule(points, (pairs,), rows="fixed")
+    operands, grad = (pairs, *points, pairs), (*batch, m, *k)
+    return OpRule(operands, (grad,), contracted=n, linear=FIRST_OPERAND, rows="fixed")
+
+
+@rule("aten::linalg_solve_triangular")
+def _solve_triangular(node: Node) -> OpRule:
+    """``A X = B`` for each column of ``B``, or ``X A = B`` for each row."""
+    matrix, right = operand_shapes(node)
+    (result,) = result_shapes(node)
+    is_left = arguments(node)["left"]
+    batch, rows = numbered(result[:-2]), result[-2:]
+    own = (*private(rows[:1], "m"), *named(rows[1:], "n"))
+    if not is_left:
+        own = (*named(rows[:1], "m"), *private(rows[1:], "n"))
+    of_matrix, of_right = (broadcast(shape[:-2], batch, result[:-2]) for shape in (matrix, right))
+    operands = (*of_matrix, *private(matrix[-2:], "a")), (*of_right, *own)
+    return OpRule(operands, ((*batch, *own),), linear=((1,),), rows="fixed")
+
+
+@rule("aten::linalg_cross")
+def _cross(node: Node) -> OpRule:
+    (result,) = result_shapes(node)
+    dims = numbered(result, blocked=(positive_dim(arguments(node)["dim"], len(result)),))
+    operands = tuple(broadcast(shape, dims, result) for shape in operand_shapes(node))
+    return OpRule(operands, (dims,), linear=((0,), (1,)), rows="broadcast")
+
+
 @rule("aten::addmm")
 def _addmm(node: Node) -> OpRule:
     """The inner dim cannot be sharded: every rank would add the bias."""
@@ -135,9 +178,15 @@ def _grouped_mm_backward(node: Node) -> OpRule:
 
 def _local_groups(call: LocalCall) -> int:
     """The groups of channels that one rank has."""
-    if call.arguments.get("transposed", False):
-        return call.arguments["groups"]  # runs replicated, and has its weight's dims swapped
-    return call.shape("input")[1] // call.shape("weight")[1]
+    given = call.arguments
+    # A weight has the inputs of one group, one that is transposed the outputs.
+    if not given.get("transposed", False):
+        channels = call.shape("input")[1]
+    elif "grad_output" in given:
+        channels = call.shape("grad_output")[1]
+    else:
+        channels = call.result_shapes[0][1]
+    return channels // call.shape("weight")[1]
 
 
 @rule(
@@ -146,32 +195,34 @@ def _local_groups(call: LocalCall) -> int:
 )
 def _convolution(node: Node) -> OpRule | None:
     """Output channels may be sharded, or the groups if there are several."""
-    shapes, (result,) = operand_shapes(node), result_shapes(node)
-    if arguments(node).get("transposed", False) or len(result) != len(shapes[1]):
-        return None  # without a batch dim, or with the weight's dims the other way round
-    batch = named(shapes[0][:1], "b")
-    channels, out = _convolution_channels(shapes[0], shapes[1])
-    operands: tuple[Dims, ...] = (
-        (*batch, channels, *private(shapes[0][2:], "x")),
-        (out, *private(shapes[1][1:], "w")),
-    )
-    if len(shapes) == 3:
+    (image, weight, *bias), (result,) = operand_shapes(node), result_shapes(node)
+    if len(result) != len(weight):
+        return None  # without a batch dim
+    batch = named(image[:1], "b")
+    channels, out, weight_dims = _channels(node, image, weight, result)
+    operands: tuple[Dims, ...] = ((*batch, channels, *private(image[2:], "x")), weight_dims)
+    if bias:
         operands += ((out,),)
     return OpRule(operands, ((*batch, out, *private(result[2:], "y")),), rows="fixed")
 
 
-def _convolution_channels(image: Sequence[int], weight: Sequence[int]) -> tuple[Dim, Dim]:
-    """Factors of the channels of a convolution's input and output.
+def _channels(
+    node: Node, image: Sequence[int], weight: Sequence[int], result: Sequence[int]
+) -> tuple[Dim, Dim, Dims]:
+    """Factors of the channels of a convolution's input and output, and dims of its weight.
 
     The number of groups follows from the shapes; the argument may be that of one rank.
     """
-    groups = image[1] // weight[1]
+    is_transposed = arguments(node).get("transposed", False)
+    groups = (result if is_transposed else image)[1] // weight[1]
+    inner, outer = private((image[1] // groups,), "c")[0], private((result[1] // groups,), "o")[0]
+    shared: Dim = (Factor("g", groups),)
     # One group: input channels are summed by every output, and a partial sum would meet the bias.
     if groups == 1:
-        return private(image[1:2], "c")[0], (Factor("o", weight[0]),)
-    inner = private((weight[1],), "c")[0]
-    outer = private((weight[0] // groups,), "o")[0]
-    return (Factor("g", groups), *inner), (Factor("g", groups), *outer)
+        shared, outer = (), (Factor("o", result[1]),)
+    channels, out = (*shared, *inner), (*shared, *outer)
+    of_weight = (channels, outer) if is_transposed else (out, inner)
+    return channels, out, (*of_weight, *private(weight[2:], "w"))
 
 
 @rule(
@@ -181,17 +232,14 @@ def _convolution_channels(image: Sequence[int], weight: Sequence[int]) -> tuple[
         "groups": _local_groups,
     },
 )
-def _convolution_backward(node: Node) -> OpRule | None:
+def _convolution_backward(node: Node) -> OpRule:
     args = arguments(node)
-    if args["transposed"]:
-        return None
     grad, image, weight = (shape_of(args[name]) for name in ("grad_output", "input", "weight"))
     batch = named(grad[:1], "b")
-    channels, out = _convolution_channels(image, weight)
+    channels, out, weight_dims = _channels(node, image, weight, grad)
     image_dims = (*batch, channels, *private(image[2:], "x"))
-    weight_dims = (out, *private(weight[1:], "w"))
     # With groups each rank has the gradient of its own input channels, complete.
-    summed = out if image[1] == weight[1] else ()
+    summed = () if out[0].name == "g" else out
     return OpRule(
         ((*batch, out, *private(grad[2:], "y")), image_dims, weight_dims),
         (image_dims, weight_dims, (out,)),

@@ -36,7 +36,9 @@ def _extreme(node: Node) -> OpRule | None:
 
 @rule(
     *("aten::sum", "aten::mean", "aten::amax", "aten::amin", "aten::argmax", "aten::argmin"),
-    *("aten::any", "aten::all", "aten::linalg_vector_norm"),
+    *("aten::any", "aten::all", "aten::linalg_vector_norm", "aten::aminmax", "aten::prod"),
+    *("aten::median", "aten::nanmedian", "aten::kthvalue", "aten::nansum", "aten::nanmean"),
+    "aten::count_nonzero",
     *("aten::var", "aten::std", "aten::var_mean", "aten::std_mean"),
 )
 def _reduction(node: Node) -> OpRule | None:

@@ -7,6 +7,7 @@ argument a value by its name or type. What has a shape of its own is written out
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.helpers.op_samples import (
     elementwise,
     experts,
     fourier,
+    images,
     indexing,
     norms,
     products,
@@ -27,7 +29,7 @@ from tests.helpers.op_samples.draw import Draw, Sample, Shape
 from tests.helpers.operator_call import Call
 
 aten = torch.ops.aten
-_FAMILIES = (elementwise, products, norms, views, indexing, attention, experts, fourier)
+_FAMILIES = (elementwise, products, norms, views, indexing, attention, experts, fourier, images)
 _SPECIAL: dict[str, Sample] = {
     name: sample for family in _FAMILIES for name, sample in family.SAMPLES.items()
 }
@@ -53,8 +55,10 @@ _EXCLUDED = {
     # what no captured graph holds: spellings of TorchScript, results that data decide, random
     aten.to.prim_Device, aten.to.prim_dtype, aten.to.prim_other, aten.numpy_T.a,
     aten.index.list_Tensor, aten.index.Tensor_hacked_twin, aten.index_put.hacked_twin,
+    aten._unsafe_index.Tensor_hacked_twin,
     aten._unsafe_index_put.hacked_twin, aten.where.default, aten.equal.default,
     aten.narrow.Tensor, aten.rrelu.default, aten.copy.Dict_Tensor,
+    aten.index_fill.int_Tensor,  # its gradient asks for indices without repeats
     # a product of 16-bit factors in 32 bits, on GPUs alone
     aten.mm.dtype, aten.bmm.dtype, aten.baddbmm.dtype, aten.addmm.dtype,
     aten._scaled_dot_product_flash_attention.quantized,
@@ -74,6 +78,12 @@ NEED_GPU = {
     )
 } | {aten._fused_rms_norm_backward.default, aten._grouped_mm.default}
 """Operators without a kernel for float64 on CPUs."""
+
+
+def is_like_another(target: Any) -> bool:
+    """Return whether the fast tests have another operator with the very same rule and samples."""
+    name = target._schema.name
+    return name in images.SAMPLES and bool(re.search(r"[13]d|cubic|grid_sampler$", name))
 
 
 def pointwise() -> list[Any]:

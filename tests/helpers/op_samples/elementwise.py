@@ -33,6 +33,12 @@ def _complex_numbers(draw: Draw) -> Args:
     return [torch.complex(draw.numbers(*shape), draw.numbers(*shape))]
 
 
+def _prelu(draw: Draw) -> Args:
+    """With one slope, or one for each channel."""
+    x = draw.numbers(*draw.shape(2, 3))
+    return [x, draw.numbers(draw.one_of(1, x.shape[1]))]
+
+
 def _log_sigmoid_backward(draw: Draw) -> Args:
     x = draw.numbers(*draw.shape())
     return [draw.numbers(*x.shape), x, aten.log_sigmoid_forward(x)[1]]
@@ -87,6 +93,7 @@ SAMPLES: dict[str, Sample] = {
     "aten::_conj": _complex_numbers,
     "aten::conj_physical": _complex_numbers,
     **_loss_samples(),
+    "aten::prelu": _prelu,
     "aten::log_sigmoid_backward": _log_sigmoid_backward,
     "sp_compiler_function::apply": _autograd_function,
     "sp_compiler::dropout": _dropout,

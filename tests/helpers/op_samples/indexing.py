@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -28,6 +29,32 @@ def _loss(draw: Draw) -> Args:
     target = draw.ids(classes, rows)
     target[0] = draw.one_of(-100, 0)
     return [draw.numbers(rows, classes), target, None, draw.one_of(0, 1, 2), -100]
+
+
+def _bags(draw: Draw) -> Args:
+    """Of sums, means or largest elements; with a factor for each index, of sums alone."""
+    entries, bags, width = draw.size(), draw.size(), draw.size()
+    ids = draw.ids(entries, 3 * bags)
+    mode = draw.one_of(0, 1, 2)
+    factors = draw.one_of(None, draw.numbers(len(ids))) if mode == 0 else None
+    table, offsets = draw.numbers(entries, width), torch.arange(bags) * 3
+    return [table, ids, offsets, False, mode, False, factors]
+
+
+def _bags_backward(draw: Draw, name: str) -> Args:
+    """Of what the lookup leaves for it."""
+    table, ids, offsets, *settings, factors = _bags(draw)
+    out, bag_of, sizes, largest = aten._embedding_bag(table, ids, offsets, *settings, factors)
+    grad, (by_frequency, mode, sparse) = torch.randn_like(out), settings
+    if name == "_per_sample_weights":
+        return [grad, table, ids, offsets, bag_of, 0]
+    bag_of = torch.arange(len(ids)) // 3  # on a CPU, sums leave none
+    if name == "_dense":
+        return [grad, ids, bag_of, sizes, largest, len(table), by_frequency, mode, factors]
+    return [
+        *(grad, ids, offsets, bag_of, sizes, largest, len(table)),
+        *(by_frequency, mode, sparse, factors),
+    ]
 
 
 def _slice(draw: Draw) -> Args:
@@ -186,6 +213,22 @@ def _index_add(draw: Draw) -> Args:
     return [x, dim, index, draw.numbers(*x.index_select(dim, index).shape), factor]
 
 
+def _index_copy(draw: Draw) -> Args:
+    """No row is put twice."""
+    x, dim, *_ = _index_select(draw)
+    index = torch.randperm(x.shape[dim], generator=draw.generator)[: draw.size()]
+    return [x, dim, index, draw.numbers(*x.index_select(dim, index).shape)]
+
+
+def _index_fill(draw: Draw) -> Args:
+    return [*_index_select(draw), draw.one_of(0.0, 0.5)]
+
+
+def _reduced_scatter(draw: Draw) -> Args:
+    included = {"include_self": draw.one_of(True, False)}
+    return [*_scatter(draw), draw.one_of("sum", "mean", "amax"), included]
+
+
 def _one_hot(draw: Draw) -> Args:
     # Of one class, as of a single number, torch warns when it is asked for the sharding.
     classes = draw.size() + 1
@@ -205,6 +248,14 @@ def _select_scatter(draw: Draw) -> Args:
 SAMPLES: dict[str, Sample] = {
     "aten::embedding": _embedding,
     "aten::embedding_dense_backward": _embedding_backward,
+    "aten::embedding_bag": _bags,
+    "aten.embedding_bag.padding_idx": lambda draw: [*_bags(draw), False, draw.one_of(None, 0)],
+    "aten::_embedding_bag": _bags,
+    "aten::_embedding_bag_forward_only": _bags,
+    **{
+        f"aten::_embedding_bag{name}_backward": functools.partial(_bags_backward, name=name)
+        for name in ("", "_dense", "_per_sample_weights")
+    },
     "aten::cross_entropy_loss": _loss,
     "aten::slice": _slice,
     "aten::narrow": _narrow,
@@ -213,6 +264,9 @@ SAMPLES: dict[str, Sample] = {
     "aten::select_backward": _select_backward,
     "aten::index_select": _index_select,
     "aten::index_add": _index_add,
+    "aten::index_copy": _index_copy,
+    "aten::index_fill": _index_fill,
+    "aten::scatter_reduce": _reduced_scatter,
     "aten::one_hot": _one_hot,
     "aten::roll": _roll,
     "aten::split_with_sizes": _split,
@@ -222,6 +276,7 @@ SAMPLES: dict[str, Sample] = {
     "aten::constant_pad_nd": _pad,
     "aten::pad": _pad_mode,
     "aten::index": _index,
+    "aten::_unsafe_index": _index,
     "aten::index_put": _index_put,
     "aten::_unsafe_index_put": _index_put,
     "aten::gather": _gather,

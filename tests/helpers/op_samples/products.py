@@ -35,6 +35,28 @@ def _added_product(draw: Draw, batch: Shape) -> Args:
     return [draw.numbers(*draw.narrower(result)), left, right]
 
 
+def _distance(draw: Draw, *, norm: bool = True) -> Args:
+    """Of rows of two batches, or of one that the other lacks."""
+    batch = draw.shape(0, 2)
+    other = draw.narrower(batch) if batch and norm else batch
+    m, n, k = draw.size(), draw.size(), draw.size()
+    return [draw.numbers(*batch, m, k), draw.numbers(*other, n, k), *([2.0] * norm)]
+
+
+def _distance_backward(draw: Draw) -> Args:
+    x, y, p = _distance(draw)
+    y = y.expand(*x.shape[:-2], *y.shape[-2:]).contiguous()
+    between = aten._cdist_forward(x, y, p, None)
+    return [torch.randn_like(between), x, y, p, between]
+
+
+def _cross(draw: Draw) -> Args:
+    shape = (*draw.shape(1, 2), 3)
+    other = draw.narrower(shape)
+    other = (*other[:-1], 3) if other else (3,)
+    return [draw.numbers(*shape), draw.numbers(*other)]
+
+
 def _convolution(draw: Draw, num_dims: int = 1) -> Args:
     batch, groups = draw.size(), draw.one_of(1, 1, 2)
     channels, out = groups * draw.one_of(1, 3), groups * draw.world_size * draw.one_of(1, 2)
@@ -46,8 +68,22 @@ def _convolution(draw: Draw, num_dims: int = 1) -> Args:
 
 
 def _any_convolution(draw: Draw) -> Args:
-    *args, groups = _convolution(draw, draw.one_of(1, 2, 3))
-    return [*args, False, [0] * len(args[3]), groups]
+    image, weight, bias, *settings, groups = _convolution(draw, draw.one_of(1, 2, 3))
+    is_transposed = draw.one_of(False, False, True)
+    if is_transposed:  # of a group, the weight has all inputs and the outputs of one
+        shape = image.shape[1], len(weight) // groups, *weight.shape[2:]
+        weight = draw.numbers(*shape)
+    return [image, weight, bias, *settings, is_transposed, [0] * len(settings[0]), groups]
+
+
+def _triangle(draw: Draw) -> Args:
+    """Against either side, of a batch that one may lack."""
+    batch, m, n = draw.shape(0, 2), draw.size(), draw.size()
+    is_left = draw.one_of(True, False)
+    size = m if is_left else n
+    other = draw.narrower(batch) if batch else ()
+    matrix = draw.numbers(*other, size, size) / size + 2 * torch.eye(size)
+    return [matrix, draw.numbers(*batch, m, n), {"upper": False, "left": is_left}]
 
 
 def _convolution_padding(draw: Draw, num_dims: int) -> Args:
@@ -59,7 +95,7 @@ def _convolution_backward(draw: Draw) -> Args:
     args = _any_convolution(draw)
     grad = torch.ops.aten.convolution(*args)
     image, weight, _, *settings = args
-    sizes = [len(weight)]
+    sizes = [grad.shape[1]]
     return [draw.numbers(*grad.shape), image, weight, sizes, *settings, [True] * 3]
 
 
@@ -84,6 +120,12 @@ SAMPLES: dict[str, Sample] = {
     "aten::matmul": _matmul,
     "aten::addmm": lambda draw: _added_product(draw, ()),
     "aten::baddbmm": lambda draw: _added_product(draw, (draw.size(),)),
+    "aten::cdist": _distance,
+    "aten::_cdist_forward": lambda draw: [*_distance(draw), None],
+    "aten::_euclidean_dist": lambda draw: _distance(draw, norm=False),
+    "aten::_cdist_backward": _distance_backward,
+    "aten::linalg_cross": _cross,
+    "aten::linalg_solve_triangular": _triangle,
     "aten::convolution": _any_convolution,
     "aten::conv1d": lambda draw: _convolution(draw, 1),
     "aten::conv2d": lambda draw: _convolution(draw, 2),

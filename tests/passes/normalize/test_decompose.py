@@ -50,6 +50,12 @@ _CASES: list[tuple[Callable[[Tensor], Any], set[str]]] = [
         lambda x: torch.view_as_real(torch.fft.ihfft(x).resolve_conj()),
         {"fft_rfft", "conj_physical", "view_as_real"},
     ),
+    (lambda x: F.adaptive_avg_pool1d(x, 1), {"mean.dim"}),
+    (
+        lambda x: F.adaptive_avg_pool2d(x[None].mT, (1, 1)),
+        {"unsqueeze", "transpose.int", "mean.dim"},
+    ),
+    (lambda x: F.adaptive_avg_pool2d(x[None], (1, 2)), {"unsqueeze", "adaptive_avg_pool2d"}),
     (_written, {"zeros", "slice.Tensor", "slice_scatter", "full", "expand"}),
     (lambda x: torch.ops.aten.fill(x * 1, 3.0) + x, {"mul.Tensor", "full", "add.Tensor"}),
 ]

@@ -26,7 +26,7 @@ from torch import nn
 from torch.fx import Graph, Node
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from benchmarks.exact_schedule import exact_schedule
+from benchmarks.exact_schedule import exact_schedule, least_of_many_us
 from benchmarks.models import GPTConfig, PlainGPT
 from sp_compiler.base.units import bytes_text, time_text
 from sp_compiler.codegen.module_text import CompiledRegion
@@ -224,7 +224,7 @@ def least_exposed(block: CompiledRegion, device: Hardware) -> float:
     weights at any time later, recomputation at any time earlier. What is left is the chain from
     layer to layer: all that leads from the gradients that a call is given to those that it passes
     on. It runs once in each layer's time, in which all kernels and all collectives of a layer have
-    to run as well.
+    to run as well, and its collectives leave gaps that whole kernels seldom fill.
     """
     backward = block.partitioned.backward
     assert backward is not None
@@ -238,10 +238,11 @@ def least_exposed(block: CompiledRegion, device: Hardware) -> float:
     placeholders = backward.find_nodes(op="placeholder")
     given = placeholders[len(block.partitioned.saved) :]
     on_chain = descendants(given) & ancestors(passed_on)
-    chain = _only(tasks.block, [i for i, node in enumerate(tasks.nodes) if node in on_chain])
-    link_us = _communication_us(backward, device)
-    kernels_us = tasks.block.compute_us
-    return max(least_us(chain), link_us, kernels_us) / link_us - kernels_us / link_us
+    chain = [i for i, node in enumerate(tasks.nodes) if node in on_chain]
+    link_us, kernels_us = _communication_us(backward, device), tasks.block.compute_us
+    many_us = least_of_many_us(tasks.block, chain)
+    longest_us = max(least_us(_only(tasks.block, chain)), link_us, many_us)
+    return (longest_us - kernels_us) / link_us
 
 
 def _only(block: Block, wanted: Sequence[int]) -> Block:

@@ -24,12 +24,11 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
 from sp_compiler.ir.forward_backward import BEFORE, LookAhead
 from sp_compiler.ir.fx import ancestors, is_getitem, reach
 from sp_compiler.ir.op_traits import collective_of, is_name
-from sp_compiler.ir.rewriting import copy_call, subgraph
+from sp_compiler.ir.rewriting import copy_node, subgraph
 
 
 def look_aheads(backward: Graph, num_saved: int) -> Iterator[LookAhead]:
@@ -121,7 +120,5 @@ def joined(
         made = copies[of_other]
         for node in (own, other)[of_other].nodes:
             if node.op == "call_function":
-                args, kwargs = map_arg((node.args, node.kwargs), made.__getitem__)
-                name = f"{node.name}{suffixes[of_other]}"
-                made[node] = copy_call(graph, node, args, kwargs, name)
+                copy_node(graph, node, made, f"{node.name}{suffixes[of_other]}")
     return graph, *copies

@@ -17,7 +17,7 @@ from sp_compiler.base.pass_report import Pass, report_of
 from sp_compiler.cost.hardware import H100, Hardware
 from sp_compiler.ir.concretize import Concretizer
 from sp_compiler.ir.op_traits import is_part
-from sp_compiler.ir.rewriting import make_like
+from sp_compiler.ir.rewriting import copy_node, make_like
 from sp_compiler.ir.symbolic import Sizes
 from sp_compiler.ops.convert import WAIT
 from sp_compiler.passes.overlap.tasks import GraphTasks, graph_tasks
@@ -169,7 +169,9 @@ def _blocking(block: Block, order: Sequence[int]) -> set[int]:
 def _in_order(graph: Graph, steps: Sequence[Step]) -> Graph:
     """Copy ``graph`` in the order of ``steps``, which omit views and parts of results."""
     copy = Graph()
-    copies = {node: copy.node_copy(node) for node in graph.find_nodes(op="placeholder")}
+    copies: dict[Node, Node] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        copy_node(copy, node, copies)
     for node, waits in steps:
         if not waits:
             _place(node, copy, copies)
@@ -184,7 +186,7 @@ def _in_order(graph: Graph, steps: Sequence[Step]) -> Graph:
     for node in graph.output_node().all_input_nodes:
         if node not in copies:  # a view that only the output reads
             _place(node, copy, copies)
-    copy.node_copy(graph.output_node(), copies.__getitem__)
+    copy_node(copy, graph.output_node(), copies)
     copy.lint()
     return copy
 
@@ -195,7 +197,5 @@ def _place(node: Node, copy: Graph, copies: dict[Node, Node]) -> None:
     for source in node.all_input_nodes:
         if source not in copies:
             _place(source, copy, copies)
-    copies[node] = copy.node_copy(node, copies.__getitem__)
-    copies.update(
-        (user, copy.node_copy(user, copies.__getitem__)) for user in node.users if is_part(user)
-    )
+    for each in (node, *filter(is_part, node.users)):
+        copy_node(copy, each, copies)

@@ -202,12 +202,7 @@ def copy_graph(graph: Graph) -> Graph:
     copy = Graph()
     copies: dict[Node, Node] = {}
     for node in graph.nodes:
-        # Operands apart: ``node_copy`` looks for symbols among them, four fifths of its time.
-        twin = copy.create_node(node.op, node.target, name=node.name, type_expr=node.type)
-        twin.args = map_arg(node.args, copies.__getitem__)
-        twin.kwargs = map_arg(node.kwargs, copies.__getitem__)
-        twin.meta = dict(node.meta)
-        copies[node] = twin
+        copy_node(copy, node, copies)
     return copy
 
 
@@ -221,18 +216,31 @@ def subgraph(
         copies[node] = graph.placeholder(node.name)
         copies[node].meta = dict(node.meta)
     for node in calls:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
+        copy_node(graph, node, copies)
     graph.output(tuple(None if node is None else copies[node] for node in results))
     graph.lint()
     return graph
 
 
+def copy_node(graph: Graph, node: Node, copies: dict[Node, Node], name: str | None = None) -> None:
+    """Append a copy of ``node`` to another graph, and note it in ``copies``, which has those of
+    its operands.
+
+    Args:
+        name: proposal for the name of the copy; that of ``node`` by default.
+    """
+    args, kwargs = (map_arg(each, copies.__getitem__) for each in (node.args, node.kwargs))
+    copies[node] = copy_call(graph, node, args, kwargs, name or node.name)
+
+
 def copy_call(graph: Graph, node: Node, args: Any, kwargs: Any, name: str) -> Node:
-    """Copy the call ``node`` into another graph, with other operands, another name and its meta.
+    """Copy ``node`` into another graph, with other operands, another name and its meta.
 
     ``Graph.node_copy`` would reserve the name of ``node`` first and number later nodes differently.
     """
-    copy = graph.create_node("call_function", node.target, args, kwargs, name)
+    # Operands apart: ``create_node`` looks for symbols among them, four fifths of its time.
+    copy = graph.create_node(node.op, node.target, name=name, type_expr=node.type)
+    copy.args, copy.kwargs = args, kwargs
     copy.meta = dict(node.meta)
     return copy
 

@@ -10,6 +10,7 @@ import math
 from bisect import insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from sp_compiler.solve.block_schedule import Block, Clock, Memory, simulate
 
@@ -48,6 +49,7 @@ class Fitting:
         order: its tasks.
         place: index in ``order``, by task.
         reached_bytes: bytes that exist while a task runs, by its index in ``order``.
+        most_bytes: the most bytes that exist from then on, likewise.
         made_bytes: bytes of the storages that a task makes, likewise.
         can_run: whether a task can run after a set of others (one bit each), as far as that was
             asked: most walks meet the sets of the walks before.
@@ -58,6 +60,7 @@ class Fitting:
         self.order = order
         memory = Memory(block)
         self.reached_bytes = [memory.run(position) for position in order]
+        self.most_bytes = [0, *accumulate(reversed(self.reached_bytes), max)][::-1]
         self.made_bytes = [block.made_bytes[position] for position in order]
         self.place = {position: place for place, position in enumerate(order)}
         self.limits = False
@@ -128,6 +131,7 @@ class _Walk:
         self._waits: list[tuple[float, int]] = []
         self._done = 0  # a set, one bit per task
         self._first_left, self._last_done = 0, -1  # places in ``fitting``
+        self._early_bytes = 0  # made by tasks that ran before their turn
         self._ran = bytearray(len(block.tasks))  # whether the task at each of these has run
         self._clock, self._slow_clock = Clock(block), Clock(block, _SLOW_LINK)
         self._start_us = [0.0] * len(block.tasks)
@@ -214,8 +218,12 @@ class _Walk:
         # The rest fits as it is. Nothing exists earlier if it goes on in the order that fits, or
         # with a task that makes nothing.
         is_next = position == self._fitting.order[self._first_left]
-        if is_next or not self._block.made_bytes[position]:
+        made_bytes = self._block.made_bytes[position]
+        if is_next or not made_bytes:
             return True
+        early_bytes = self._early_bytes + made_bytes
+        if self._fitting.most_bytes[self._first_left] + early_bytes <= self._limit_bytes:
+            return True  # even if nothing that was made early goes before the end
         key, known = (self._done, position), self._fitting.can_run
         if key not in known:
             known[key] = self._returns_after(position)
@@ -290,13 +298,15 @@ class _Walk:
 
     def _move_on(self, position: int) -> None:
         """Note in the order that fits that ``position`` has run."""
-        ran, place = self._ran, self._fitting.place[position]
+        ran, place, made_bytes = self._ran, self._fitting.place[position], self._fitting.made_bytes
         ran[place] = 1
+        self._early_bytes += made_bytes[place]
         if place > self._last_done:
             self._last_done = place
         if place == self._first_left:
             next_left = ran.find(0, place)
             self._first_left = len(ran) if next_left < 0 else next_left
+            self._early_bytes -= sum(made_bytes[place : self._first_left])
 
     def _add_ready(self, position: int) -> None:
         if self._on_link[position]:

@@ -80,13 +80,16 @@ def _is_known(node: Node, known: dict[Node, bool]) -> bool:
     if node.target in _IN_ORDER or in_order or collective_of(node) is not None:
         return True
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
-    shape = node.meta["val"].shape if pointwise else None
     for operand in node.all_input_nodes:
         if not known[operand]:
             return False
         # The first operand that has all dims decides in which order they lie.
         value = operand.meta["val"]
-        if pointwise and isinstance(value, Tensor) and same_shape(value.shape, shape):
+        if (
+            pointwise
+            and isinstance(value, Tensor)
+            and same_shape(value.shape, node.meta["val"].shape)
+        ):
             return True
     return True
 

@@ -18,7 +18,7 @@ Passes in parentheses run only where an option asks for them::
 - shard: a placement for every value, and collectives between placements that differ;
 - check: placements derived again, by rules of its own, and calls compared with the model's;
 - joint: forward and backward in one graph; simplify: equal casts once, in front of gathers,
-  and without what differentiating left behind;
+  without what differentiating left behind, and with copies for kernels that read in order;
 - chunk: loss head in chunks of rows, attention in chunks of queries: neither exists as a whole;
 - tag: save or recompute, per node; partition: cut the joint graph by the tags, sums in place;
 - split_backward: gradients of weights apart, for pipelines; overlap: compute under collectives;
@@ -75,6 +75,7 @@ from sp_compiler.passes.memory.partition import PartitionOptions, partition
 from sp_compiler.passes.memory.partition_options import partition_options
 from sp_compiler.passes.memory.split_backward import split_backward
 from sp_compiler.passes.memory.tag_program import TaggedProgram, tag_program
+from sp_compiler.passes.memory_order import order_memory
 from sp_compiler.passes.normalize import normalize
 from sp_compiler.passes.outline import outline
 from sp_compiler.passes.overlap import overlap_collectives
@@ -281,6 +282,7 @@ class Compilation:
             joints[name] = run.once(Pass.JOINT, trace_joint, region, region=name)
             run.once(Pass.SIMPLIFY, share_casts, joints[name], region=name)
             run.once(Pass.SIMPLIFY, simplify, joints[name].graph, region=name)
+            run.once(Pass.SIMPLIFY, order_memory, joints[name], region=name)
             # A graph per number of chunks; tag takes one, for policies decide what a chunk saves.
             to_chunk = joints[name], tp, *options.chunk_counts
             chunked[name] = run.once(Pass.CHUNK, chunk, *to_chunk, region=name)

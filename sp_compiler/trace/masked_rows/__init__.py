@@ -11,8 +11,8 @@ and adds them at their old positions::
     y = where(any(mask, 1)[:, None], y + w[:, None] * expert(x), y)
 
 Row-wise operators run on all rows, and rows that the mask does not select are dropped where the
-rows are written back. The result is the same except for the order of sums; the experts compute more
-rows than necessary.
+rows are written back, or where they are summed or averaged, as by a loss. The result is the same
+except for the order of sums; the experts compute more rows than necessary.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from sp_compiler.ir.fx import arguments, shape_of
 from sp_compiler.ir.rewriting import erase_dead
 from sp_compiler.ir.symbolic import same_shape
 from sp_compiler.trace.masked_rows.put_back import SINKS, PutBack, covers
+from sp_compiler.trace.masked_rows.reduced import Reductions
 from sp_compiler.trace.masked_rows.rows import (
     Declined,
     Rows,
@@ -79,6 +80,7 @@ class _Rewrite:
     def __init__(self, graph: Graph) -> None:
         self._values = RowValues(graph)
         self._put_back = PutBack(self._values, self._known_mask)
+        self._reduce = Reductions(self._values)
         self._places: dict[Node, Node] = {}  # results of ``where`` and ``nonzero`` to their mask
         self._numbers: dict[Node, int] = {}
         self._masks: dict[int, Node] = {}  # the first mask of each number
@@ -113,7 +115,7 @@ class _Rewrite:
                 self._put_back(node)
             elif target is _aten._assert_tensor_metadata.default:
                 self._values.graph.erase_node(node)  # what it looks at will be gone
-            elif target is not _aten.sym_size.int:
+            elif target is not _aten.sym_size.int and not self._reduce(node):
                 self._values.rows[node] = self._computed(node)
 
     def _known_mask(self, mask: Node) -> Node:

@@ -1,0 +1,127 @@
+"""Operators that reduce selected rows: sums, means and losses over all that a mask selects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch.fx import Node
+
+from sp_compiler.ir.fx import arguments, shape_of
+from sp_compiler.ir.symbolic import same_shape
+from sp_compiler.trace.masked_rows.rows import Declined, RowValues
+
+_aten = torch.ops.aten
+_SUMS = (_aten.sum.default, _aten.sum.dim_IntList)
+_MEANS = (_aten.mean.default, _aten.mean.dim)
+_OF_PAIRS = (
+    _aten.mse_loss.default, _aten.l1_loss.default, _aten.smooth_l1_loss.default,
+    _aten.huber_loss.default, _aten.binary_cross_entropy_with_logits.default,
+)  # fmt: skip
+_NONE, _MEAN = 0, 1  # of the argument ``reduction``
+
+
+class Reductions:
+    """Rewrites sums, means and losses over the rows that a mask selects::
+
+        x[mask].mean()              -->  where(mask, x, 0).sum() / mask.sum()
+        mse_loss(x[mask], y[mask])  -->  where(mask, mse_loss(x, y, "none"), 0).sum() / mask.sum()
+
+    The number of rows may be zero: then means are NaN and gradients zero, as in the model.
+
+    Args:
+        values: the values of rows in the graph.
+    """
+
+    def __init__(self, values: RowValues) -> None:
+        self._values = values
+
+    def __call__(self, node: Node) -> bool:
+        """Replace ``node`` if it reduces the dim of rows; return whether it does."""
+        target, bound = node.target, arguments(node) if _is_reduction(node) else {}
+        if target is _aten.broadcast_tensors.default:
+            return self._not_broadcast(node)
+        if target in _OF_PAIRS and bound["reduction"] != _NONE:
+            self._finish(node, self._pairs(node, bound))
+        elif target in (*_SUMS, *_MEANS):
+            x = bound["self"]
+            rank, dim = len(shape_of(x)), self._values.rows[x].dim
+            dims = [each % rank for each in bound.get("dim") or range(rank)]
+            if dim not in dims:
+                return self._along_others(node, dims)
+            result = self._reduced(node, x, dims, mean=target in _MEANS)
+            if bound.get("keepdim"):
+                result = self._values.call(_aten.reshape.default, result, shape_of(node))
+            self._finish(node, result)
+        else:
+            return False
+        return True
+
+    def _not_broadcast(self, node: Node) -> bool:
+        """What the losses of torch call first, with operands of one shape."""
+        operands: list[Node] = node.args[0]
+        first, *others = (shape_of(each) for each in operands)
+        if not all(same_shape(first, shape) for shape in others):
+            return False
+        for user in list(node.users):
+            user.replace_all_uses_with(operands[user.args[1]])
+        return True
+
+    def _along_others(self, node: Node, dims: Sequence[int]) -> bool:
+        """A sum or a mean of each row, which keeps the rows."""
+        x = node.all_input_nodes[0]
+        rows, rank = self._values.rows[x], len(shape_of(x))
+        if min(dims) < rows.dim:
+            return False  # the dim of rows would move
+        behind = [dim - rank for dim in dims]
+        every = self._values.call(node.target, rows.node, behind, *node.args[2:], **node.kwargs)
+        self._values.rows[node] = replace(rows, node=every, column=None, flat=None)
+        return True
+
+    def _reduced(self, node: Node, x: Node, dims: Sequence[int], *, mean: bool) -> Node:
+        """The sum or the mean of the selected rows of ``x`` over ``dims``, with that of rows."""
+        values, rows = self._values, self._values.rows[x]
+        given, dtype = x.meta["val"].dtype, node.meta["val"].dtype
+        # A mean in half precision has a sum in float32, which does not overflow.
+        wide = torch.float32 if mean and dtype.itemsize < 4 else dtype
+        cast = {} if given == wide or not wide.is_floating_point else {"dtype": wide}
+        right, added = len(shape_of(x)) - rows.dim - 1, len(shape_of(rows.mask)) - 1
+        others = [dim + added * (dim > rows.dim) for dim in dims if dim != rows.dim]
+        every = values.left(x, right)
+        if mean and others:
+            every, cast = values.call(_aten.mean.dim, every, others, True, **cast), {}
+        places = [*range(rows.dim, rows.dim + added + 1), *others]
+        total = values.call(_aten.sum.dim_IntList, every, sorted(places), **cast)
+        if not mean:
+            return total
+        # Of no rows at all it is 0 / 0, as in the model.
+        total = values.call(_aten.div.Tensor, total, self._count(rows.mask))
+        return total if wide == dtype else values.call(_aten._to_copy.default, total, dtype=dtype)
+
+    def _count(self, mask: Node) -> Node:
+        every = tuple(range(len(shape_of(mask))))
+        return self._values.call(_aten.sum.default, self._values.hit(mask, every, 0))
+
+    def _pairs(self, node: Node, bound: Mapping[str, object]) -> Node:
+        """A loss of pairs of numbers: of all rows one by one, then their sum or mean."""
+        x = bound["self"] if bound["self"] in self._values.rows else bound["target"]
+        assert isinstance(x, Node)
+        tensors = [bound["self"], bound["target"]]
+        if any(len(shape_of(each)) != len(shape_of(x)) for each in tensors):
+            raise Declined("they are combined with what is no row")
+        names = [argument.name for argument in node.target._schema.arguments]
+        given = [_NONE if name == "reduction" else bound[name] for name in names]
+        single = self._values.call(node.target, *given)
+        single.meta["val"] = x.meta["val"]
+        self._values.rows[single] = self._values.pointwise(single, self._values.rows.__getitem__)
+        dims = range(len(shape_of(x)))
+        return self._reduced(node, single, dims, mean=bound["reduction"] == _MEAN)
+
+    def _finish(self, node: Node, result: Node) -> None:
+        result.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(result)
+
+
+def _is_reduction(node: Node) -> bool:
+    return node.target in (*_SUMS, *_MEANS, *_OF_PAIRS)

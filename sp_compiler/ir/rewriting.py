@@ -15,6 +15,7 @@ meta key            what the makers write
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -35,7 +36,9 @@ from sp_compiler.ir.fx import carries_gradient
 _INHERITED = ("nn_module_stack", "stack_trace", "requires_grad")
 
 # One record per fake mode, which is one per capture: it goes when the capture goes.
-_KNOWN_RESULTS: WeakKeyDictionary[FakeTensorMode, dict[str, tuple[Any, bool]]] = WeakKeyDictionary()
+_Known = dict[str, tuple[Any, Sequence[bool]]]
+"""By call its result, and which of its leaves require a gradient."""
+_KNOWN_RESULTS: WeakKeyDictionary[FakeTensorMode, _Known] = WeakKeyDictionary()
 
 
 def make_call(
@@ -293,14 +296,17 @@ def differentiable_result(
     in repeated layers, are run once.
     """
     known = _KNOWN_RESULTS.setdefault(mode, {})
-    kwargs = dict(kwargs or {})
-    # Text as the key: arguments hold lists and open sizes, which have no hash.
-    call = f"{target} {map_arg((args, kwargs), _described)}"
+    call = _text_of_call(known, target, args, kwargs or {})
     if call not in known:
-        args, kwargs = map_arg((args, kwargs), _differentiable_fake)
+        fakes = functools.partial(_differentiable_fake, known)
+        args, kwargs = map_arg((args, dict(kwargs or {})), fakes)
         with running_fakes(mode), torch.enable_grad():
-            known[call] = _without_gradient(target(*args, **kwargs))
-    return known[call]
+            result = target(*args, **kwargs)
+        leaves = pytree.tree_leaves(result)
+        flags = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
+        known[call] = _without_gradient(result)[0], flags
+    value, of_leaves = known[call]
+    return value, any(of_leaves)
 
 
 def refake(node: Node, mode: FakeTensorMode | None = None) -> None:
@@ -327,7 +333,14 @@ def _without_gradient(value: Any) -> tuple[Any, bool]:
     return detached, any(leaf.requires_grad for leaf in leaves)
 
 
-def _described(operand: Node) -> str:
+def _text_of_call(
+    known: _Known, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> str:
+    # As a key: arguments hold lists and open sizes, which have no hash.
+    return f"{target} {map_arg((args, dict(kwargs)), functools.partial(_described, known))}"
+
+
+def _described(known: _Known, operand: Node) -> str:
     """All properties of ``operand`` that the result of a call on fakes depends on, as text."""
     fakes = [
         (tuple(x.shape), x.stride(), x.dtype, x.device, x.is_conj(), x.is_neg())
@@ -335,14 +348,30 @@ def _described(operand: Node) -> str:
         else x
         for x in pytree.tree_leaves(operand.meta["val"])
     ]
-    return f"<{fakes} {operand.meta['requires_grad']}>"
+    return f"<{fakes} {_gradients_of_leaves(known, operand)}>"
 
 
-def _differentiable_fake(node: Node) -> Any:
-    requires_grad = node.meta["requires_grad"]
-
+def _differentiable_fake(known: _Known, node: Node) -> Any:
+    leaves, spec = pytree.tree_flatten(node.meta["val"])
     # Detached: the fake itself belongs to the node, and must not become part of an autograd graph.
-    def leaf(fake: torch.Tensor) -> torch.Tensor:
-        return fake.detach().requires_grad_(requires_grad and carries_gradient(fake))
+    fakes = [
+        leaf.detach().requires_grad_(requires_grad and carries_gradient(leaf))
+        if isinstance(leaf, torch.Tensor)
+        else leaf
+        for leaf, requires_grad in zip(leaves, _gradients_of_leaves(known, node), strict=True)
+    ]
+    return pytree.tree_unflatten(fakes, spec)
 
-    return pytree.tree_map_only(torch.Tensor, leaf, node.meta["val"])
+
+def _gradients_of_leaves(known: _Known, node: Node) -> Sequence[bool]:
+    """Return which of the values of ``node`` require a gradient.
+
+    Of several results some may not: the new running statistics of a batch norm, which the next call
+    of that norm takes, and with a gradient would refuse.
+    """
+    requires_grad, num = node.meta["requires_grad"], len(pytree.tree_leaves(node.meta["val"]))
+    if requires_grad and num > 1 and node.op == "call_function":
+        call = _text_of_call(known, node.target, node.args, node.kwargs)
+        if call in known and len(known[call][1]) == num:
+            return known[call][1]
+    return [requires_grad] * num

@@ -33,7 +33,7 @@ from sp_compiler.trace.environment import (
     users_frames,
     warn_of_attributes,
 )
-from sp_compiler.trace.foreign_random import ForeignDraw
+from sp_compiler.trace.foreign_random import NEXT_NUMBERS, ForeignDraw
 from sp_compiler.trace.functionalize import functionalize
 from sp_compiler.trace.partly_meta import all_on_meta
 
@@ -97,13 +97,15 @@ class ExportRun:
             return self._run(left, None)
         except ForeignDraw as draw:
             drawn = draw
-        with drawn.numbers(largest=False):
-            first = self._run(left, drawn)
-        with drawn.numbers(largest=True):
-            second = self._run(left, drawn)
-        if first.text != second.text or not _same_constants(first.exported, second.exported):
-            raise drawn.refusal()
-        return second
+        exports = []
+        for which in NEXT_NUMBERS:
+            with drawn.numbers(which):
+                exports.append(self._run(left, drawn))
+        latest = exports.pop()
+        for each in exports:
+            if each.text != latest.text or not _same_constants(each.exported, latest.exported):
+                raise drawn.refusal()
+        return latest
 
     def _run(self, left: Collection[str], drawn: ForeignDraw | None) -> Export:
         with (

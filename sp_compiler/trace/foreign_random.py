@@ -1,8 +1,9 @@
 """Random numbers that a forward does not draw from PyTorch, and seeds that it sets.
 
 A capture sees the number that ``random.random()`` returns, not the call: every step would compute
-with the same one. Where something draws, the forward is captured twice more, with generators whose
-next numbers are as small and as large as they can be: equal graphs do not depend on the numbers.
+with the same one. Where something draws, the forward is captured three times more, with generators
+whose next numbers are as small and as large as they can be, and in the middle (of a choice among
+three the first and the last may be equal): equal graphs do not depend on the numbers.
 And the numbers that a compiled forward draws come from a counter, which no seed of the forward's
 own sets.
 """
@@ -17,7 +18,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, Literal, get_args
 from unittest import mock
 
 import torch
@@ -29,8 +30,19 @@ from sp_compiler.trace.tracer_patches import asked_by_model
 
 # The generator whose methods are the functions of the module.
 _PYTHON = random.getstate.__self__  # type: ignore[attr-defined]  # a bound method
+NextNumbers = Literal["smallest", "middle", "largest"]
+NEXT_NUMBERS: tuple[NextNumbers, ...] = get_args(NextNumbers)
+_WORDS = {"smallest": 0, "middle": 0xFC02C9A7, "largest": 0x12DD9BB3}
+"""Words in the state of a Mersenne Twister that it returns as 0, 0x7fff0001 and 0xffffffff.
+
+The one in the middle, an odd number of which few bits are set at either end, is rejected by no
+choice among several, neither by its first bits (Python's) nor by its last (NumPy's), and is not 0.
+"""
+_NUM_WORDS, _NUM_EQUAL = 624, 400
+"""Not all words are equal: loops that reject the number, as of a normal distribution, have to end,
+and from a state of zeros alone no other number comes."""
 _NUM_SEEDS = 1000
-"""Of so many seeds those with the extreme first numbers are taken."""
+"""Of so many seeds of another generator those are taken whose first numbers are nearest."""
 
 
 class ForeignDraw(Exception):
@@ -46,11 +58,15 @@ class ForeignDraw(Exception):
         self.lines: dict[str, str] = {}
 
     @contextlib.contextmanager
-    def numbers(self, *, largest: bool) -> Iterator[None]:
-        """Context in which the next number of each generator is about the smallest, or largest."""
+    def numbers(self, which: NextNumbers) -> Iterator[None]:
+        """Context in which the next numbers of each generator are about the smallest, say.
+
+        Of layers that are dropped more and more often, the first may never be: one number would
+        not tell. Of generators other than the Mersenne Twister it is one number alone.
+        """
         states = {name: _state(each) for name, each in self.generators.items()}
         for each in self.generators.values():
-            _put(each, _extreme_state(each, largest))
+            _put(each, _state_before(each, which))
         try:
             yield
         finally:
@@ -133,7 +149,19 @@ def _put(generator: Any, state: bytes) -> None:
         generator.set_state(pickle.loads(state))
 
 
-def _extreme_state(generator: Any, largest: bool) -> bytes:
+def _state_before(generator: Any, which: NextNumbers) -> bytes:
+    """Return a state before such numbers."""
+    others = random.Random(which)  # not the same for each: rejected numbers lead to these
+    words = [_WORDS[which]] * _NUM_EQUAL
+    words += [others.getrandbits(32) for _ in range(_NUM_WORDS - _NUM_EQUAL)]
+    state = pickle.loads(_state(generator))
+    match state:
+        case (version, (*_, _), _) if type(generator) is random.Random:
+            return pickle.dumps((version, (*words, 0), None))
+        case ("MT19937" as kind, *_):
+            return pickle.dumps((kind, words, 0, 0, 0.0))
+        case {"bit_generator": "MT19937"}:
+            return pickle.dumps({**state, "state": {"key": words, "pos": 0}})
     bits = getattr(generator, "bit_generator", None)
 
     def seeded(seed: int) -> Any:
@@ -141,8 +169,8 @@ def _extreme_state(generator: Any, largest: bool) -> bytes:
             return random.Random(seed)
         return type(generator)(seed if bits is None else type(bits)(seed))
 
-    choose = max if largest else min
-    return _state(seeded(choose(range(_NUM_SEEDS), key=lambda seed: seeded(seed).random())))
+    wanted = NEXT_NUMBERS.index(which) / 2
+    return _state(seeded(min(range(_NUM_SEEDS), key=lambda s: abs(seeded(s).random() - wanted))))
 
 
 @contextlib.contextmanager

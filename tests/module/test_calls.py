@@ -1,6 +1,9 @@
-"""Calls of a module over several ranks, of which this process plays the first."""
+"""Calls of a module, and of one over several ranks, of which this process plays the first."""
 
 from __future__ import annotations
+
+import copy
+from typing import Any
 
 import pytest
 import torch
@@ -53,3 +56,36 @@ def test_what_dtensor_has_no_rule_for_is_checked_as_without_a_module(mesh: Devic
     assert module.get_parameter("up.weight").placements == (Shard(0),)
     module(x).backward()
     assert module.get_parameter("down.weight").grad is not None
+
+
+class _Counting(nn.Module):
+    """Writes into a buffer, and leaves a tensor in an attribute, beside what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, dtype=torch.float64)
+        self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
+        self.largest: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.linear(x)
+        with torch.no_grad():
+            self.mean.mul_(0.5).add_(result.mean())
+        self.largest = result.detach().amax()
+        return result
+
+
+def test_hooks_see_what_the_block_returns_and_no_buffer() -> None:
+    model = nn.Sequential(_Counting(), _Counting(), nn.Tanh())
+    x = torch.randn(2, 4, dtype=torch.float64)
+    expected, seen = copy.deepcopy(model), list[int]()
+    module = sp_compiler.compile(model, tp=1, example_inputs=((x,), {}))
+    for one in (expected, module):
+        block = one.get_submodule("1")
+        block.register_forward_hook(lambda _, args, output: output * 1.5)
+        block.register_full_backward_hook(lambda _, into, out: seen.append(len(out)))
+        one(x.clone().requires_grad_()).sum().backward()
+    assert seen == [1, 1]
+    for name, parameter in expected.named_parameters():
+        torch.testing.assert_close(module.get_parameter(name).grad, parameter.grad)
+    torch.testing.assert_close(dict(module.named_buffers()), dict(expected.named_buffers()))

@@ -74,6 +74,26 @@ def test_numbers_that_would_stay_the_same_are_refused_with_their_line(how: str) 
         capture(Drawing(draw), (torch.randn(2, 4),), {})
 
 
+def _dropped_now_and_then(number: Callable[[], float]) -> Callable[[Drawing], float]:
+    """As layers are whose probability to be dropped grows from 0."""
+    return lambda model: 2.0 * sum(number() < rate for rate in (0.0, 0.001, 0.002))
+
+
+CHOICES: dict[str, Callable[[Drawing], float]] = {
+    "the second": _dropped_now_and_then(random.random),
+    "the second, numpy": _dropped_now_and_then(np.random.rand),
+    "the middle": lambda model: random.choice([2.0, 3.0, 2.0]),
+    "half, numpy": lambda model: float(np.random.randint(2)),
+    "normal, numpy": lambda model: float(np.random.randn() < -3),
+}
+
+
+@pytest.mark.parametrize("how", CHOICES)
+def test_numbers_after_the_first_and_between_the_extremes_are_refused(how: str) -> None:
+    with pytest.raises(UnsupportedError, match="the forward draws from"):
+        capture(Drawing(CHOICES[how]), (torch.randn(2, 4),), {})
+
+
 @pytest.mark.parametrize("draw", [_seeded, _put_back, lambda model: random.Random(5).random()])
 def test_numbers_that_are_the_same_in_every_call_are_constants(
     draw: Callable[[Drawing], float],

@@ -69,12 +69,40 @@ class OfInstances(Normalised):
         return self.second(torch.relu(y)).square().mean()
 
 
+class Compared(Normalised):
+    """One encoder of two inputs: the second call takes the statistics that the first has made."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = (self.norm(self.first(each)) for each in (x, 2 * x.flip(0)))
+        return (self.second(first) - self.second(torch.relu(second))).square().mean()
+
+
+class UnderTwoNames(nn.Module):
+    """One layer in two places of a list, which writes in place and by a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.Sequential(Statistics(), nn.Linear(8, 8), nn.BatchNorm1d(8))
+        self.layers: Any = nn.ModuleList([layer, nn.Linear(8, 8), layer])
+
+    def forward(self, x: Tensor) -> Tensor:
+        losses = [self.layers[0][0](x)]
+        for layer in self.layers:
+            layers = list(layer)[1:] if isinstance(layer, nn.Sequential) else [layer]
+            for each in layers:
+                x = torch.tanh(each(x))
+            losses.append(self.layers[2][0](x).detach())
+        return x.square().mean() + torch.stack(losses).mean()
+
+
 def _build(kind: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return kind().double()
 
 
-@pytest.mark.parametrize("kind", [Statistics, Normalised, OfRows, OfInstances])
+@pytest.mark.parametrize(
+    "kind", [Statistics, Normalised, OfRows, OfInstances, Compared, UnderTwoNames]
+)
 def test_mutations_are_written_back(kind: type[nn.Module]) -> None:
     module: Any = compiled(lambda: _build(kind))
     model = _build(kind)

@@ -94,11 +94,10 @@ def forward_hook(hook: Hook) -> Hook:
         inputs = invocation.seen_inputs(args[1:])
         is_tuple = isinstance(output, tuple)
         outputs = invocation.forms.outputs(output if is_tuple else (output,))
+        is_one = len(outputs.full) == 1
         with under_autocast(invocation.autocast):
-            result = hook(
-                module, inputs.full, *kwargs, outputs.full if is_tuple else outputs.full[0]
-            )
-        if result is not None and not is_tuple:
+            result = hook(module, inputs.full, *kwargs, outputs.full[0] if is_one else outputs.full)
+        if result is not None and is_one:
             result = (result,)
         inputs.require_unchanged()
         values = outputs.after(result).values

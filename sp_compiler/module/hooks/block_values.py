@@ -19,6 +19,7 @@ from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.base.pass_report import Pass
 from sp_compiler.base.placement import I, Placement
 from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.ir.program import Ref
 from sp_compiler.ir.symbolic import evaluate
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.ops.convert import convert
@@ -206,6 +207,9 @@ class BlockForms:
         given: of each value that it computes from, without parameters and sizes.
         seen: positions of those that hooks see: results of other layers, then the model's inputs.
         made: of each value that it returns.
+        results: positions of those that hooks see: what other layers read, or the model returns.
+            The others are new numbers of buffers and attributes, which no forward of the model's
+            own returns.
     """
 
     tp: Communicator
@@ -213,6 +217,7 @@ class BlockForms:
     given: Sequence[_Form | None]
     seen: Sequence[int]
     made: Sequence[_Form | None]
+    results: Sequence[int]
 
     @classmethod
     def of(
@@ -250,7 +255,16 @@ class BlockForms:
             if kind == wanted
         ]
         made = forms(region.output_placements, region.output_shapes)
-        return cls(tp, call.path, [form for _, form in values], seen, made)
+        program = compiled.program
+        own_outputs = program.outputs[: program.out_spec.num_leaves]
+        readers = [*own_outputs, *(ref for each in program.calls for ref in each.args)]
+        read = {
+            ref.output
+            for ref in readers
+            if isinstance(ref, Ref) and ref.kind == "call" and ref.index == index
+        }
+        results = sorted(read) or range(len(made))
+        return cls(tp, call.path, [form for _, form in values], seen, made, results)
 
     def inputs(self, values: Sequence[Any], *, are_gradients: bool = False) -> Shown:
         """What the block computes from."""
@@ -258,7 +272,7 @@ class BlockForms:
 
     def outputs(self, values: Sequence[Any], *, are_gradients: bool = False) -> Shown:
         """What the block returns."""
-        return self._shown(values, self.made, range(len(values)), are_gradients)
+        return self._shown(values, self.made, self.results, are_gradients)
 
     def _shown(
         self,

@@ -18,7 +18,7 @@ from torch._export.utils import _get_decomp_for_cia, _is_preservable_cia_op
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
-from torch.export.graph_signature import OutputKind
+from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
@@ -78,10 +78,30 @@ def _decomposed(exported: ExportedProgram, table: dict[Any, Any]) -> ExportedPro
 
     They make it attributes of a ``GraphModule``, which has some itself, such as ``code``.
     """
+    _erase_twins(exported)
     _rename_state(exported, _STATE.__add__)
     exported = exported.run_decompositions(table)
     _rename_state(exported, lambda name: name.removeprefix(_STATE))
     return exported
+
+
+def _erase_twins(exported: ExportedProgram) -> None:
+    """Erase the further names of a buffer that modules share, in place.
+
+    The graph uses one of them. What is written into that one would be written into an operand that
+    is another one as well, for which the decompositions make no graph.
+    """
+    graph, signature = exported.graph, exported.graph_signature
+    values = {**exported.state_dict, **exported.constants}
+    inputs = list(zip(graph.find_nodes(op="placeholder"), signature.input_specs, strict=True))
+    buffers = [each for each in inputs if each[1].kind is InputKind.BUFFER]
+    used = {id(values[spec.target]) for node, spec in buffers if node.users}
+    for node, spec in buffers:
+        if not node.users and id(values[spec.target]) in used:
+            graph.erase_node(node)
+            signature.input_specs.remove(spec)
+            exported.state_dict.pop(spec.target, None)
+            exported.constants.pop(spec.target, None)
 
 
 def _rename_state(exported: ExportedProgram, rename: Callable[[str], str]) -> None:

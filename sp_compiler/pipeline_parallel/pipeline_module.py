@@ -94,8 +94,8 @@ class PipelineModule(StageParameters):
         self._fsdp = fsdp
         self._paths: tuple[str, ...] = ()
         self._ends: list[int] = []
-        # They go when their programs go, of which the cache keeps a few.
-        self._runners: WeakKeyDictionary[CompiledProgram, StageRunner] = WeakKeyDictionary()
+        # Weak, as the cache of programs keeps only a few.
+        self._runners = WeakKeyDictionary[CompiledProgram, StageRunner]()
         self._stage_ranks = StageRanks(self._state, axis)
         # Every compilation goes through the cut, also those that a call of another size asks for.
         self._build, self._state.build = self._state.build, self._build_to_cut
@@ -262,8 +262,7 @@ class PipelineModule(StageParameters):
             draws = any("seed" in region.input_kinds for region in compiled.program.regions)
             seeds = self._stage_ranks.seeds(len(parts)) if draws else [None] * len(parts)
             weights = self._stage_ranks.weights(self._weigh, parts, structure)
-            feed = Feed(parts, seeds, weights)
-            gathered = self._gathered
+            feed, gathered = Feed(parts, seeds, weights), self._gathered
             with contextlib.nullcontext() if not gathered else gathered.gathered(reduce=train):
                 # Not kept if it fails: torch's stages hold what was left of the microbatches.
                 runner = self._runners.pop(compiled)

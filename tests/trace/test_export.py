@@ -280,7 +280,7 @@ def test_data_dependent_branch_names_module_and_line() -> None:
 def test_data_dependent_shape_names_the_line() -> None:
     class Positive(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return x[x > 0].sum()
+            return x[x > 0].cumsum(0)
 
     with pytest.raises(CaptureError, match=r"return x\[x > 0\]"):
         capture(nn.Sequential(nn.Linear(2, 2), Positive()), (torch.randn(2, 2),))

@@ -53,7 +53,7 @@ class Selecting(Branching):
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.linear(x)
-        return y[y > 0].sum()
+        return y[y > 0].cumsum(0)
 
 
 class Reading(Branching):
@@ -101,7 +101,7 @@ class Outer(nn.Module):
         (Branching, "if y.sum() > 0:"),
         (Looping, "for _ in range(int(self.linear(x)[0, 0])):"),
         (Helped, "if x.sum() > 0:"),
-        (Selecting, "return y[y > 0].sum()"),
+        (Selecting, "return y[y > 0].cumsum(0)"),
         (Reading, "return y * y.max().item()"),
     ],
 )

@@ -7,8 +7,10 @@
 Some kernels take the elements of an operand to be in order and do not look at its strides: they
 compute with others, or read beyond the last. Eager operators make operands contiguous before they
 call them; a trace has no copy for this, as its inputs are contiguous. But a region may be given
-anything: a permuted result of the region before it, or a tensor of the user's. A convolution
-returns channels last if its operand is, and an elementwise operator keeps the order of its first.
+anything: a permuted result of the region before it, or a tensor or a parameter of the user's. A
+convolution returns channels last if an operand is, and an elementwise operator keeps the order of
+its first. An operator of the user's may read in order, too: a ``contiguous()`` in front of it is
+gone, with all copies.
 
 Whatever has the strides of the trace stays as it is: products, norms over rows, and what is
 computed from them. The copy is printed as ``contiguous()``, which does nothing for most inputs.
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.fx import Node
 
 from sp_compiler.base.pass_report import Pass, report_of
@@ -30,7 +33,10 @@ from sp_compiler.trace.joint import JointGraph
 
 _aten = torch.ops.aten
 _READ_IN_ORDER = {
-    # operator -> positions of the operands, of which attention needs only the last dim in order
+    # operator -> positions of the operands, of which attention needs only the last dim in order,
+    # and a view as another dtype does, too
+    _aten.view_as_complex.default: (0,),
+    _aten.view.dtype: (0,),
     _aten.native_group_norm.default: (0,),
     _aten.native_group_norm_backward.default: (0, 1),
     **dict.fromkeys(FUSED_ATTENTION, (0, 1, 2)),
@@ -40,6 +46,7 @@ _READ_IN_ORDER = {
     _aten._scaled_dot_product_cudnn_attention_backward.default: (0, 1, 2, 3, 4),
     _aten._scaled_dot_product_efficient_attention_backward.default: (0, 1, 2, 3),
 }
+_KNOWN_LIBRARIES = ("aten", "prims", "_c10d_functional", "sp_compiler")
 # Their results are in order whatever their operands are.
 _IN_ORDER = {
     *(product for product in MATMULS if product is not _aten.convolution.default),
@@ -53,25 +60,33 @@ def order_memory(joint: JointGraph) -> None:
     Args:
         joint: of one region, whose inputs may have any strides at run time.
     """
-    if not any(node.target in _READ_IN_ORDER for node in joint.graph.nodes):
-        return
-    known: dict[Node, bool] = {}
+    known = dict.fromkeys(joint.inputs, False)
+    # A region is given contiguous ones.
+    known.update(dict.fromkeys(joint.tangents, True))
     copies: dict[Node, Node] = {}
-    for placeholder, kind in zip(joint.inputs, joint.input_kinds, strict=True):
-        known[placeholder] = kind == "param"  # a rank's part of it is contiguous
-    known.update(dict.fromkeys(joint.tangents, True))  # and so is what a region is given of these
     for node in list(joint.graph.nodes):
         if node.op != "call_function":
             continue
-        for position in _READ_IN_ORDER.get(node.target, ()):
-            operand = node.args[position]
-            if isinstance(operand, Node) and not known[operand]:
+        for operand in _read_in_order(node):
+            if not known[operand]:
                 if operand not in copies:
                     copies[operand] = _copied(operand, node)
                     known[copies[operand]] = True
-                node.update_arg(position, copies[operand])
+                node.replace_input_with(operand, copies[operand])
         known[node] = _is_known(node, known)
     joint.graph.lint()
+
+
+def _read_in_order(node: Node) -> list[Node]:
+    """Return the operands whose strides the kernel of ``node`` may not look at."""
+    if node.target in _READ_IN_ORDER:
+        operands = [node.args[position] for position in _READ_IN_ORDER[node.target]]
+        return [operand for operand in operands if isinstance(operand, Node)]
+    if not isinstance(node.target, OpOverload) or node.target.namespace in _KNOWN_LIBRARIES:
+        return []
+    # What is no tensor in order in the trace was not made so by the model either.
+    values = [(operand, operand.meta["val"]) for operand in node.all_input_nodes]
+    return [each for each, val in values if isinstance(val, Tensor) and val.is_contiguous()]
 
 
 def _is_known(node: Node, known: dict[Node, bool]) -> bool:
@@ -84,14 +99,19 @@ def _is_known(node: Node, known: dict[Node, bool]) -> bool:
         if not known[operand]:
             return False
         # The first operand that has all dims decides in which order they lie.
-        value = operand.meta["val"]
-        if (
-            pointwise
-            and isinstance(value, Tensor)
-            and same_shape(value.shape, node.meta["val"].shape)
-        ):
+        if pointwise and _has_all_dims(operand, node):
             return True
     return True
+
+
+def _has_all_dims(operand: Node, node: Node) -> bool:
+    value, result = operand.meta["val"], node.meta["val"]
+    return (
+        isinstance(value, Tensor)
+        and same_shape(value.shape, result.shape)
+        # A dim that is expanded has no place in memory: the next operand decides.
+        and 0 not in value.stride()
+    )
 
 
 def _copied(operand: Node, reader: Node) -> Node:

@@ -62,6 +62,8 @@ _COPIES = (
     _aten.resolve_conj.default,
     _aten.resolve_neg.default,
 )
+# They raise if the elements that they join are not neighbours.
+_VIEWS_OF_MEMORY = (_aten.view_as_complex.default, _aten.view.dtype)
 _SPLITS = (_aten.split.Tensor, _aten.chunk.default, _aten.unsafe_split.Tensor)
 _REWRITTEN = frozenset((*REWRITTEN, *_RESHAPES, *_COPIES, *_SPLITS))
 
@@ -117,7 +119,9 @@ def normalize(captured: Captured, dropout: Literal["regenerate", "stored"] = "re
 def _drop_copies(graph: Graph) -> None:
     """Replace copies by their sources, because values are never written in place; casts stay."""
     for node in calls(graph, *_COPIES):
-        replace_with(node, node.args[0])
+        is_needed = any(is_call(user, *_VIEWS_OF_MEMORY) for user in node.users)
+        if not is_needed or node.args[0].meta["val"].is_contiguous():
+            replace_with(node, node.args[0])
     for node in calls(graph, _aten._to_copy.default):
         source, value = node.args[0].meta["val"], node.meta["val"]
         if source.dtype is value.dtype and source.device == value.device:

@@ -41,6 +41,9 @@ choice among several, neither by its first bits (Python's) nor by its last (NumP
 _NUM_WORDS, _NUM_EQUAL = 624, 400
 """Not all words are equal: loops that reject the number, as of a normal distribution, have to end,
 and from a state of zeros alone no other number comes."""
+_RETURNED = {"smallest": 0, "middle": 0x7FFF0001, "largest": 0xFFFFFFFF}
+_PCG_MULTIPLIER = 0x2360ED051FC65DA44385DF649FCCF645
+"""Of the steps of ``numpy.random.PCG64``: O'Neill, "PCG" (2014), section 6.3.4, for 128 bits."""
 _NUM_SEEDS = 1000
 """Of so many seeds of another generator those are taken whose first numbers are nearest."""
 
@@ -124,8 +127,12 @@ def _generators(model: nn.Module) -> dict[str, Any]:
     if numbers is not None:
         found["numpy.random"] = numbers.mtrand._rand
         kinds += (numbers.Generator, numbers.RandomState)
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
+    modules = list(model.named_modules())
+    # Those of the files in which the forwards are.
+    forwards = {type(module): type(module).forward for _, module in modules}.values()
+    files = {id(each): each for each in (getattr(f, "__globals__", {}) for f in forwards)}.values()
+    for path, names in [("", each) for each in files] + [(path, vars(m)) for path, m in modules]:
+        for name, value in names.items():
             # The system's has no state.
             if isinstance(value, kinds) and not isinstance(value, random.SystemRandom):
                 found[f"{type(value).__name__} {'.'.join(filter(None, (path, name)))}"] = value
@@ -162,6 +169,11 @@ def _state_before(generator: Any, which: NextNumbers) -> bytes:
             return pickle.dumps((kind, words, 0, 0, 0.0))
         case {"bit_generator": "MT19937"}:
             return pickle.dumps({**state, "state": {"key": words, "pos": 0}})
+        case {"bit_generator": "PCG64", "state": {"inc": step}}:
+            # It steps, and returns the two halves of its state combined: of such a state the lower.
+            after = _RETURNED[which] << 32 | _RETURNED[which]
+            before = (after - step) * pow(_PCG_MULTIPLIER, -1, 1 << 128) % (1 << 128)
+            return pickle.dumps({**state, "state": {"state": before, "inc": step}, "has_uint32": 0})
     bits = getattr(generator, "bit_generator", None)
 
     def seeded(seed: int) -> Any:

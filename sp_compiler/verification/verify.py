@@ -222,7 +222,7 @@ def _before_sharding(step: Step, options: CompileOptions) -> tuple[list[Comparis
 
     eager = Reference.of(run_eager)
     _require_same_numbers(eager, run_eager)
-    _require_numbers(step.name, eager.true.outputs)
+    _require_numbers(step.name, eager.true)
     exported = undropped(step, partial(run_flat, captured), eager.precision)
     rows = [eager.compare(Pass.EXPORT, "model", exported)]
     # Later passes answer for the capture: eager code may ask for the dtype, which is another here.
@@ -245,22 +245,23 @@ def _require_same_numbers(eager: Reference, run: Callable[[Precision], Numbers])
         )
 
 
-def _require_numbers(name: str, outputs: Sequence[Any]) -> None:
+def _require_numbers(name: str, numbers: Numbers) -> None:
     """Raise an error for a model that returns nothing which could differ: NaN equals NaN here."""
-    tensors = [item for item in outputs if isinstance(item, Tensor)]
+    tensors = [item for item in numbers.outputs if isinstance(item, Tensor)]
     if not tensors:
         raise ArgumentError(
             f"model: {name} returns no tensor for these inputs, so there is nothing to "
             "compare; let its forward return the loss or what it computes"
         )
-    floating = [item for item in tensors if carries_gradient(item) and item.numel()]
-    # Of a loss that is NaN all gradients are, whatever stands beside it.
-    roots = [item for item in floating if item.dim() == 0][:1] or floating
-    if roots and not any(bool(item.isfinite().any()) for item in roots):
-        raise ArgumentError(
-            f"model: {name} returns no finite number for these inputs, so there is nothing to "
-            "compare; give it weights and example_inputs of an ordinary step"
-        )
+    # Of a loss that is NaN all gradients are, whatever the model returns beside it.
+    for kind, values in (("output", tensors), ("gradient", numbers.grads.values())):
+        known = [each for each in values if each is not None and each.numel()]
+        floating = list(filter(carries_gradient, known))
+        if floating and not any(bool(each.isfinite().any()) for each in floating):
+            raise ArgumentError(
+                f"model: {name} has no {kind} with a finite number for these inputs, so there is "
+                "nothing to compare; give it weights and example_inputs of an ordinary step"
+            )
 
 
 def compare_passes(

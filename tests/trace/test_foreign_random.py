@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.trace.export import capture
 
+OF_THIS_FILE = np.random.default_rng(0)
+
 
 class Drawing(nn.Module):
     """Scales by what ``draw`` returns; has generators of its own."""
@@ -64,6 +66,10 @@ DRAWN: dict[str, tuple[Callable[[Drawing], Any], str]] = {
         lambda model: model.of_numpy.random(),
         r"Generator of_numpy,.* model\.of_numpy\.random",
     ),
+    "the file's": (
+        lambda model: float(OF_THIS_FILE.random() < 1e-9),
+        r"Generator OF_THIS_FILE,.* float\(OF_THIS_FILE",
+    ),
 }
 
 
@@ -84,6 +90,7 @@ CHOICES: dict[str, Callable[[Drawing], float]] = {
     "the second, numpy": _dropped_now_and_then(np.random.rand),
     "the middle": lambda model: random.choice([2.0, 3.0, 2.0]),
     "half, numpy": lambda model: float(np.random.randint(2)),
+    "the middle, numpy": lambda model: float(model.of_numpy.integers(0, 3) == 1),
     "normal, numpy": lambda model: float(np.random.randn() < -3),
 }
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Node
 
+from sp_compiler.base.errors import ArgumentError
 from sp_compiler.ir.fx import arguments, tensor_operands
 from sp_compiler.rules.factors import (
     Dim,
@@ -215,6 +216,8 @@ def _channels(
     """
     is_transposed = arguments(node).get("transposed", False)
     groups = (result if is_transposed else image)[1] // weight[1]
+    if not groups:  # shapes that a check tries
+        raise ArgumentError(f"{node.name}: a weight {tuple(weight)} is of more channels")
     inner, outer = private((image[1] // groups,), "c")[0], private((result[1] // groups,), "o")[0]
     shared: Dim = (Factor("g", groups),)
     # One group: input channels are summed by every output, and a partial sum would meet the bias.

@@ -39,6 +39,7 @@ _READ_IN_ORDER = {
     _aten.view.dtype: (0,),
     _aten.native_group_norm.default: (0,),
     _aten.native_group_norm_backward.default: (0, 1),
+    _aten.adaptive_max_pool3d_backward.default: (0, 1, 2),
     **dict.fromkeys(FUSED_ATTENTION, (0, 1, 2)),
     # the gradient, the operands of forward and its result
     _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (0, 1, 2, 3, 4),

@@ -30,7 +30,7 @@ from sp_compiler.passes.sharding.dim_roles import Value, results_of, shape_of, v
 from sp_compiler.passes.sharding.vocabulary import lower_over_vocabulary
 from sp_compiler.rules.registry import LocalCall
 from sp_compiler.rules.strategies import Strategy
-from sp_compiler.rules.table import is_pointwise, local_call
+from sp_compiler.rules.table import is_pointwise, local_call, rule_for
 
 aten = torch.ops.aten
 
@@ -255,8 +255,12 @@ class RegionLowering:
         if not isinstance(node.meta["val"], (tuple, list)):
             self._made(values[0], placements[0], new)
             return
+        whole = () if (rule := rule_for(node)) is None else rule.whole
         for value, placement in zip(values, placements, strict=True):
             item = self._emit(operator.getitem, (new, value[1]), {}, node)
+            if value[1] in whole:
+                # Without a gradient, as here, lookups of bags return them in other shapes.
+                item.meta["val"] = node.meta["val"][value[1]]
             self._made(value, placement, item)
 
     def _made(self, value: Value, placement: Placement, new: Node) -> None:

@@ -44,11 +44,29 @@ class Bags(nn.Module):
 
     def forward(self, ids: Tensor, factors: Tensor) -> Tensor:
         rows = self.bags(ids, per_sample_weights=factors)
+        ends = torch.arange(0, ids.numel() + 1, ids.shape[1])
+        last = F.embedding_bag(ids.flatten(), self.bags.weight, ends, include_last_offset=True)
+        rows = rows + last
         near, far = (
             made(rows).unflatten(-1, (12, 8)).transpose(0, 1) for made in (self.near, self.far)
         )
         scores = torch.cdist(near, far).logcumsumexp(-1).prod(-1)
         return self.out(scores.transpose(0, 1)).square().mean()
+
+
+class Wave(nn.Module):
+    """Transposed convolutions whose inputs have as many channels as their results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.ConvTranspose1d(16, 16, 3), nn.Conv1d(16, 16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.up(x))).square().mean()
+
+
+def _wave(batch: int) -> dict[str, Any]:
+    return {"x": torch.randn(batch, 16, 6, dtype=torch.float64)}
 
 
 def _images(batch: int) -> dict[str, Any]:
@@ -64,6 +82,7 @@ _CASES = [
     (Images, _images, "up.weight", S(0), 2),
     (Images, _images, "down.weight", S(1), 3),
     (Bags, _bags, "bags.weight", S(1), 4),
+    (Wave, _wave, "up.weight", S(1), 2),
 ]
 
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Node
+from torch.utils import _pytree as pytree
 
 from sp_compiler.base.pass_report import Pass, report_of
 from sp_compiler.ir.op_traits import FUSED_ATTENTION, MATMULS, collective_of
@@ -106,7 +107,8 @@ def _is_known(node: Node, known: dict[Node, bool]) -> bool:
 
 
 def _has_all_dims(operand: Node, node: Node) -> bool:
-    value, result = operand.meta["val"], node.meta["val"]
+    value = operand.meta["val"]
+    result = pytree.tree_leaves(node.meta["val"])[0]  # several have one shape
     return (
         isinstance(value, Tensor)
         and same_shape(value.shape, result.shape)

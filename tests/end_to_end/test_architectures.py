@@ -38,7 +38,6 @@ _FAST = [
     ("phi3", "dividing"),  # fused gate_up
     ("gpt_oss", "dividing"),  # experts with biases, interleaved gates, attention sinks
     ("llama4_text", "dividing"),  # complex rotary embedding
-    ("whisper", "awkward"),  # convolutional embedding
     ("torch_TransformerDecoder", "dividing"),  # given masks and memory
 ]
 # Projections that are packed and taken apart by slices, views or splits, written ``x @ w.T``, or

@@ -56,6 +56,7 @@ def test_twenty_lengths_compile_twice() -> None:
     assert users.num_compiled(module) == 2
 
 
+@pytest.mark.slow
 def test_what_runs_under_collectives_is_decided_by_the_example() -> None:
     """Peak memory depends on the sizes; no other call has to agree about it."""
     comparisons = []

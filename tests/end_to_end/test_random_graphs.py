@@ -141,6 +141,7 @@ def test_layers_behind_no_parameter(start: str) -> None:
         parity.assert_step(found, compiled_at_random(found, seed, tp=2), _TOLERANCE)
 
 
+@pytest.mark.slow
 @settings(_CALM, max_examples=15)
 @given(recipes(), *_SETTING)
 def test_random_models(recipe: Recipe, seed: int, tp: int, sequence_parallel: bool) -> None:

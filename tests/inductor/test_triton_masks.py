@@ -3,6 +3,7 @@ the operators and, by ``tests/ops/test_gpu_dropout.py``, to those of our own ker
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -36,6 +37,7 @@ def _chain(tp: Communicator, x: Tensor, bias: Tensor, seed: Tensor) -> tuple[Ten
     return (dropout(tp, x * bias, seed, P, 2, 1, 2) + x,)
 
 
+@pytest.mark.slow
 def test_masks_of_all_places_seeds_and_ranks(interpreted: Run) -> None:
     x = torch.zeros(3, 4, 5, 6)
     traced = fused(_masks, (x, torch.tensor(0)))._traced

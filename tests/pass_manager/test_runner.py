@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch.fx import Graph
 
@@ -65,6 +66,7 @@ def test_graphs_are_kept_where_somebody_may_ask_for_them() -> None:
         assert [report.name for report in run.reports] == ["grow"]
 
 
+@pytest.mark.slow
 def test_memory_settings_share_what_does_not_depend_on_them(monkeypatch: Any) -> None:
     found = parity.case("plain", 2, 12)
     compilation = Compilation(found.program, CompileOptions(tp=2))

@@ -241,6 +241,7 @@ def test_what_auto_asks_of_halves(
     assert halves_pay(plan(step_us, num_bytes), plan(100.0, 10), budget_bytes) is pays
 
 
+@pytest.mark.slow
 def test_auto_takes_the_halves_where_the_full_batch_does_not_fit() -> None:
     """And tells the lesser of what the two need."""
     inputs: Any = ((torch.zeros(4, 6, dtype=torch.int64),), {})

@@ -101,7 +101,13 @@ def with_bias() -> Grouped:
 
 @pytest.mark.parametrize(
     "make",
-    [with_bias, Picked, Numbered, Scattered, Put, Added, Accumulated, Remainders, AllRows],
+    [
+        *(with_bias, Picked, Numbered, Added, AllRows),
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in (Scattered, Put, Accumulated, Remainders)
+        ),
+    ],
 )
 def test_gradients_are_those_of_the_full_batch(make: type[Grouped]) -> None:
     model = expert_models.model(make)

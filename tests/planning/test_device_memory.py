@@ -61,6 +61,7 @@ def test_what_overlap_takes_fits_as_well() -> None:
     assert free.step_us < little.step_us < same.step_us < blocking.step_us
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_and_by_how_much() -> None:
     full = _plan(overlap=False)
     said = _refused(device_memory=full.total_bytes - 1024, overlap=False)

@@ -199,6 +199,7 @@ def test_the_legend_has_the_symbols_of_the_formulas_alone() -> None:
     assert "h = 32: hidden" in str(_plan("plain", 2, "selective").activation_formula)
 
 
+@pytest.mark.slow
 def test_a_padded_width_is_rounded_up() -> None:
     """Formulas name it by its true size, and hold at another one."""
     odd = {"intermediate_size": 103, "vocab_size": 129}
@@ -300,6 +301,7 @@ def test_one_kv_head_a_rank_in_a_batch_of_one() -> None:
     assert (formula.symbols["b"].value, formula.symbols["k"].value) == (1, 4)
 
 
+@pytest.mark.slow
 def test_a_batch_of_one_that_is_not_told_is_derived_at_a_larger_one() -> None:
     """One head on each rank is another size of 1, which a model may hide beside the batch."""
     compiled, compile_at = _compiled("encoder", tp=4)

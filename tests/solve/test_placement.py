@@ -79,6 +79,7 @@ def problems(draw: st.DrawFn) -> tuple[list[Vertex], Costs]:
     return vertices, costs
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(problems())
 def test_objective_equals_brute_force(problem: tuple[list[Vertex], Costs]) -> None:

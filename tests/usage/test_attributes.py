@@ -80,6 +80,7 @@ def loss_of(module: Any, *args: Tensor) -> Tensor:
     return loss + module.blocks[1].last_attention[..., 0].sum()
 
 
+@pytest.mark.slow
 def test_attributes_hold_what_eager_code_leaves_and_gradients_flow_through_them() -> None:
     module, eager = compiled(model), model()
     with warnings.catch_warnings():

@@ -185,6 +185,7 @@ def test_what_is_recomputed_stands_just_before_its_use() -> None:
     assert count > 10
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_too_small_says_what_would_do() -> None:
     model, kwargs = zoo.build("plain"), zoo.inputs("plain")
 

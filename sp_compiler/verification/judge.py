@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import TreeSpec
 
 from sp_compiler.base.errors import SPCompilerError
+from sp_compiler.ir.program import loss_position
 from sp_compiler.verification.precision import OtherRounding, in_float64, widest
 from sp_compiler.verification.report import Comparison, gradient_errors, output_errors
 
@@ -153,11 +155,17 @@ def unit_tangent(output: Tensor) -> Tensor:
     return torch.full_like(output, 1 + 1j if output.is_complex() else 1)
 
 
-def backward(outputs: Sequence[Any]) -> None:
-    """Run backward from the first scalar output, else from all outputs with ones, as on simulated
-    ranks."""
-    roots = [item for item in outputs if isinstance(item, Tensor) and item.requires_grad]
-    # Of several losses beside the total only the first is trained on.
-    roots = [item for item in roots if item.dim() == 0][:1] or roots
+def roots_of(outputs: Sequence[Any], out_spec: TreeSpec) -> list[int]:
+    """Return the positions of the outputs from which a step runs its backward: of the loss (see
+    :func:`~sp_compiler.ir.program.loss_position`), or of all that have a gradient."""
+    values = enumerate(outputs)
+    roots = {i: each for i, each in values if isinstance(each, Tensor) and each.requires_grad}
+    loss = loss_position(out_spec, [i for i, each in roots.items() if each.dim() == 0])
+    return list(roots) if loss is None else [loss]
+
+
+def backward(outputs: Sequence[Any], out_spec: TreeSpec) -> None:
+    """Run backward from :func:`roots_of` a model's outputs, with ones, as on simulated ranks."""
+    roots = [outputs[position] for position in roots_of(outputs, out_spec)]
     if roots:
         torch.autograd.backward(roots, list(map(unit_tangent, roots)))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import TreeSpec
 
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.ir.captured import Captured
@@ -26,6 +27,7 @@ class ReferenceResult:
     """
 
     outputs: list[Any]
+    out_spec: TreeSpec
     mutated_buffers: dict[str, Tensor] = field(default_factory=dict)
     call_inputs: list[list[Any]] = field(default_factory=list)
 
@@ -53,7 +55,7 @@ def run_captured(
     returned = list(run_graph(captured.module, values))
     # A functional graph returns new values of buffers behind its outputs.
     written = dict(zip(captured.mutated, returned[len(captured.outputs) :], strict=True))
-    return ReferenceResult(returned[: len(captured.outputs)], written)
+    return ReferenceResult(returned[: len(captured.outputs)], captured.out_spec, written)
 
 
 def run_program(
@@ -77,7 +79,7 @@ def run_program(
         sources.results.append(run_graph(call.region.module, values))
     outputs = [sources.get(leaf) if isinstance(leaf, Ref) else leaf for leaf in program.outputs]
     written = {name: sources.get(ref) for name, ref in program.mutated_buffers.items()}
-    return ReferenceResult(outputs, written, call_inputs)
+    return ReferenceResult(outputs, program.out_spec, written, call_inputs)
 
 
 @dataclass

@@ -24,7 +24,7 @@ from sp_compiler.ir.program import Ref
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.ops.registry import operator_of
 from sp_compiler.runtime.executor import Executor
-from sp_compiler.verification.judge import unit_tangent
+from sp_compiler.verification.judge import backward
 
 _c10d = torch.ops._c10d_functional
 
@@ -136,9 +136,8 @@ def simulate_step(
         buffers: name to buffer.
         flat_inputs: flattened user inputs, full tensors.
         seed: 0-dim int64, required if the program draws random numbers.
-        output_grads: gradient of each flat output, or ``None``. By default 1 for the first scalar
-            output, else ones for every differentiable output; no backward if none is
-            differentiable.
+        output_grads: gradient of each flat output, or ``None``. By default 1 for the loss, else
+            ones for every differentiable output; no backward if none is differentiable.
         mode: a mode entered inside the simulation's, so that it sees each operation, including our
             own operators, once for all ranks.
 
@@ -193,23 +192,14 @@ def _backward(
     compiled: CompiledProgram,
     output_grads: Sequence[Tensor | None] | None,
 ) -> None:
+    if output_grads is None:
+        backward(outputs, compiled.program.out_spec)
+        return
     roots, tangents = [], []
-    given = output_grads or [None] * len(outputs)
-    for value, ref, grad in zip(outputs, refs, given, strict=True):
-        if not isinstance(value, Tensor) or not value.requires_grad:
-            continue
-        if output_grads is None:
-            tangent = unit_tangent(value)
-        elif grad is None:
-            continue
-        else:
-            tangent = scatter(grad, compiled.placement(ref).dual, compiled.world_size)
-        roots.append(value)
-        tangents.append(tangent)
-        # As loss.backward() would: what stands beside a loss gets no gradient of its own.
-        if output_grads is None and value.dim() == 0:
-            roots, tangents = [value], [tangent]
-            break
+    for value, ref, grad in zip(outputs, refs, output_grads, strict=True):
+        if isinstance(value, Tensor) and value.requires_grad and grad is not None:
+            roots.append(value)
+            tangents.append(scatter(grad, compiled.placement(ref).dual, compiled.world_size))
     if roots:
         torch.autograd.backward(roots, tangents)
 

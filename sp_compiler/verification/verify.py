@@ -182,7 +182,7 @@ class Step:
         with precision.entered(), mode(), torch.random.fork_rng():
             torch.manual_seed(_SEED)  # what draws from torch's generator draws the same each time
             results = run(tensors)
-            backward(results.outputs)
+            backward(results.outputs, results.out_spec)
         detached = [item.detach() if isinstance(item, Tensor) else item for item in results.outputs]
         written = {name: value.detach() for name, value in results.mutated_buffers.items()}
         return Numbers(detached, tensors.grads(), written)
@@ -206,7 +206,8 @@ class Step:
         ]
         # Written in place, or set as attributes: then in the mapping.
         written = {name: state[name] for name in captured.mutated}
-        return ReferenceResult([*pytree.tree_leaves(outputs), *left], written)
+        leaves, out_spec = pytree.tree_flatten(outputs)
+        return ReferenceResult([*leaves, *left], out_spec, written)
 
 
 # Passes before the model is sharded: on one device, with nothing dropped.

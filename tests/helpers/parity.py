@@ -18,6 +18,7 @@ from sp_compiler.options import CompileOptions, Dropout
 from sp_compiler.passes.normalize import normalize
 from sp_compiler.passes.outline import outline
 from sp_compiler.trace.export import capture, flatten_inputs
+from sp_compiler.verification import judge
 from sp_compiler.verification.reference import run_program
 from sp_compiler.verification.simulate import SimulatedStep, simulate_step
 from tests.models import zoo
@@ -74,7 +75,7 @@ def make_case(
     inputs, _ = flatten_inputs((), kwargs)
     leaves = [_leaf(value) if isinstance(value, Tensor) else value for value in inputs]
     result = run_program(program, params, buffers, leaves, seed)
-    backward(result.outputs)
+    judge.backward(result.outputs, program.out_spec)
     grads = {key: value.grad for key, value in params.items()}
     input_grads = [value.grad if isinstance(value, Tensor) else None for value in leaves]
     params = {name: _leaf(value) for name, value in params.items()}

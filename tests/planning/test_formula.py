@@ -199,14 +199,13 @@ def test_the_legend_has_the_symbols_of_the_formulas_alone() -> None:
     assert "h = 32: hidden" in str(_plan("plain", 2, "selective").activation_formula)
 
 
-@pytest.mark.slow
 def test_a_padded_width_is_rounded_up() -> None:
     """Formulas name it by its true size, and hold at another one."""
     odd = {"intermediate_size": 103, "vocab_size": 129}
     formula = _plan("llama_gqa8", 4, "none", **odd).activation_formula
     assert {formula.symbols[name].value for name in "fv"} == {103, 129}
-    layer = formula.blocks["LlamaDecoderLayer"]
-    assert layer.has(sympy.ceiling(sympy.Symbol("f", positive=True, integer=True) / T))
+    rounded = sympy.ceiling(sympy.Symbol("f", positive=True, integer=True) / T)
+    assert formula.blocks["LlamaDecoderLayer"].has(rounded)
     other = _plan("llama_gqa8", 4, "none", **{**odd, "intermediate_size": 105})
     assert formula.value(formula.total, f=105) == other.activation_bytes
 
@@ -215,8 +214,7 @@ def test_a_padded_width_is_rounded_up() -> None:
 def test_padded_rows_of_a_program_are_rounded_up(batch: int) -> None:
     """17 tokens of an image on 2 ranks; four images need no padding."""
     formula = _plan("vit", 2, "none", batch).activation_formula
-    layer = formula.blocks["ViTLayer"]
-    assert layer.has(sympy.ceiling)
+    assert (layer := formula.blocks["ViTLayer"]).has(sympy.ceiling)
     other = next(b for b in _plan("vit", 2, "none", 4).blocks if b.name == "ViTLayer")
     assert formula.value(layer, b=4) == other.kept_bytes
     # Widths of queries and values are one size, and listed once.

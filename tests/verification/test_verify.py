@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.fx import Node
+from torch.nn import functional as F
 
 from sp_compiler import compiler as pipeline
 from sp_compiler.base.errors import ArgumentError
@@ -241,7 +242,8 @@ def test_a_broken_normalisation_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [row.stage for row in report.table if not row.ok][:2] == ["normalize", "outline"]
 
 
-def test_a_broken_simplification_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def _broken_gelu(monkeypatch: pytest.MonkeyPatch) -> None:
     original = pipeline.simplify
 
     def broken(graph: Any) -> None:
@@ -251,6 +253,29 @@ def test_a_broken_simplification_is_found(monkeypatch: pytest.MonkeyPatch) -> No
                 node.args = (node.args[0], node.args[0])
 
     monkeypatch.setattr(pipeline, "simplify", broken)
+
+
+class _WithPart(nn.Module):
+    """Returns another scalar before its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.linear(x)
+        return {"part": y.abs().mean(), "loss": F.gelu(y).square().mean()}
+
+
+@pytest.mark.usefixtures("_broken_gelu")
+def test_gradients_are_those_of_the_loss() -> None:
+    report = verify(_WithPart(), ((torch.randn(2, 4),), {}), tp=2)
+    (model,) = [r for r in report.table if (r.stage, r.subject) == ("codegen", "model")]
+    assert not model.ok
+
+
+@pytest.mark.usefixtures("_broken_gelu")
+def test_a_broken_simplification_is_found() -> None:
     report = _verify("plain")
     assert report.first_bad_pass == "simplify"
     bad = {(row.stage, row.subject) for row in report.table if not row.ok}

@@ -37,6 +37,7 @@ from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.ops.host_memory import HostTrip
 from sp_compiler.runtime.executor import Executor
+from sp_compiler.verification.judge import backward
 from tests.helpers import parity
 from tests.models import architectures, zoo
 
@@ -85,10 +86,11 @@ def measure(found: parity.Case, program: CompiledProgram) -> tuple[int, int]:
         run = Executor(program, Communicator(group, 0, world_size)).run(
             params, found.buffers, found.inputs, parity.SEED
         )
-        outputs = [value for value in run.outputs if isinstance(value, Tensor)]
-        kept = recorder.alive_bytes(excluding=[*outside, *outputs])
-        del run
-        parity.backward(outputs)
+        outputs = list(run.outputs)
+        returned = [value for value in outputs if isinstance(value, Tensor)]
+        kept = recorder.alive_bytes(excluding=[*outside, *returned])
+        del run, returned
+        backward(outputs, program.program.out_spec)
     grads = [value.grad for value in params.values() if value.grad is not None]
     return kept, recorder.peak_bytes(excluding=[*outside, *grads])
 

@@ -76,7 +76,8 @@ def order_memory(joint: JointGraph) -> None:
                     known[copies[operand]] = True
                 node.replace_input_with(operand, copies[operand])
         known[node] = _is_known(node, known)
-    joint.graph.lint()
+    if copies:
+        joint.graph.lint()
 
 
 def _read_in_order(node: Node) -> list[Node]:

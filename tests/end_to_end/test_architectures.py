@@ -18,6 +18,7 @@ from sp_compiler.ir.snapshot import Snapshot
 from sp_compiler.options import CompileOptions
 from sp_compiler.passes.sharding.shard import shard
 from sp_compiler.trace.export import capture
+from sp_compiler.verification.judge import backward
 from tests.helpers import parity
 from tests.models import architectures
 from tests.models.architecture import Size
@@ -78,8 +79,8 @@ def _check_capture(case: parity.Case, name: str, size: Size) -> None:
         model = architectures.build(name, size)
         if getattr(getattr(model, "config", None), "_experts_implementation", None) == "grouped_mm":
             model.set_experts_implementation("eager")  # grouped products know no float64
-        outputs = pytree.tree_leaves(model(**architectures.inputs(name, size)))
-        parity.backward(outputs)
+        outputs, out_spec = pytree.tree_flatten(model(**architectures.inputs(name, size)))
+        backward(outputs, out_spec)
     for actual, true in zip(case.outputs, outputs, strict=True):
         torch.testing.assert_close(actual, true, rtol=1e-4, atol=1e-4, check_dtype=False)
     expected = {key: value.grad for key, value in model.named_parameters()}

@@ -18,7 +18,7 @@ from sp_compiler.options import CompileOptions, Dropout
 from sp_compiler.passes.normalize import normalize
 from sp_compiler.passes.outline import outline
 from sp_compiler.trace.export import capture, flatten_inputs
-from sp_compiler.verification import judge
+from sp_compiler.verification.judge import backward
 from sp_compiler.verification.reference import run_program
 from sp_compiler.verification.simulate import SimulatedStep, simulate_step
 from tests.models import zoo
@@ -75,7 +75,7 @@ def make_case(
     inputs, _ = flatten_inputs((), kwargs)
     leaves = [_leaf(value) if isinstance(value, Tensor) else value for value in inputs]
     result = run_program(program, params, buffers, leaves, seed)
-    judge.backward(result.outputs, program.out_spec)
+    backward(result.outputs, program.out_spec)
     grads = {key: value.grad for key, value in params.items()}
     input_grads = [value.grad if isinstance(value, Tensor) else None for value in leaves]
     params = {name: _leaf(value) for name, value in params.items()}
@@ -85,14 +85,6 @@ def make_case(
 
 def _leaf(value: Tensor) -> Tensor:
     return value.detach().requires_grad_(value.requires_grad)
-
-
-def backward(outputs: list[Any]) -> None:
-    """From the loss if there is one, else from all outputs, ones, as ``simulate_step`` does."""
-    roots = [item for item in outputs if isinstance(item, Tensor) and item.requires_grad]
-    losses = [item for item in roots if item.dim() == 0]
-    roots = losses[:1] or roots
-    torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
 
 
 def compiled(found: Case, **options: Any) -> CompiledProgram:

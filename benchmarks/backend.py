@@ -37,6 +37,7 @@ from sp_compiler.torch_compile import compiled_graph
 from sp_compiler.torch_compile.backend import sp_compiler_backend
 from sp_compiler.torch_compile.dynamo_graph import DynamoGraph
 from sp_compiler.torch_compile.full_parameters import local_parameters
+from sp_compiler.verification.judge import backward
 from sp_compiler.verification.simulate import simulate_step
 from tests.helpers import parity
 from tests.helpers.ranks import run_on_ranks
@@ -201,7 +202,7 @@ def _simulated(model: nn.Module, inputs: dict[str, Any], tp: int) -> Record:
             bound = graph.bind(leaves)
             program = build(graph.as_model(bound), bound.tensors, {}, options)
             step = simulate_step(program, bound.params, bound.buffers, bound.tensors)
-            parity.backward(list(module(*leaves)))
+            backward(list(module(*leaves)), program.program.out_spec)
             expected = {name: value.grad for name, value in bound.params.items()}
             result = dict(step.grads)
             for index, value in enumerate(bound.tensors):

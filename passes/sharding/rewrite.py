@@ -30,7 +30,7 @@ from sp_compiler.passes.sharding.dim_roles import Value, results_of, shape_of, v
 from sp_compiler.passes.sharding.vocabulary import lower_over_vocabulary
 from sp_compiler.rules.registry import LocalCall
 from sp_compiler.rules.strategies import Strategy
-from sp_compiler.rules.table import is_pointwise, local_call, rule_for
+from sp_compiler.rules.table import is_pointwise, local_call
 
 aten = torch.ops.aten
 
@@ -131,7 +131,8 @@ class RegionLowering:
         # Not active: every rank runs it on replicated values.
         new = self.graph.node_copy(node, lambda operand: self.get(value_of(operand), R))
         _copy_meta(node, new)
-        self._results(node, new, (R,) * len(results_of(node)))
+        number = len(results_of(node))
+        self._results(node, new, Strategy((), (R,) * number, whole=tuple(range(number))))
 
     def _lower_active(self, node: Node, strategy: Strategy) -> None:
         """Call ``node`` on operands in the placements of ``strategy``, with local sizes."""
@@ -166,7 +167,7 @@ class RegionLowering:
             # The rule knows which of the arguments are sizes of a part.
             target, args, kwargs = local_call(call, args, kwargs)
             new = self._emit(target, args, kwargs, node, name=node.name)
-        self._results(node, new, strategy.results)
+        self._results(node, new, strategy)
 
     def _without_rows(self, node: Node, operand: Node, rank: int) -> Node:
         """Drop the leading size-1 dims of a broadcast operand where the rows are flattened."""
@@ -250,15 +251,14 @@ class RegionLowering:
     ) -> Node:
         return make_call(self.graph, target, args, kwargs, like=like, origin=Pass.SHARD, name=name)
 
-    def _results(self, node: Node, new: Node, placements: tuple[Placement, ...]) -> None:
+    def _results(self, node: Node, new: Node, strategy: Strategy) -> None:
         values = results_of(node)
         if not isinstance(node.meta["val"], (tuple, list)):
-            self._made(values[0], placements[0], new)
+            self._made(values[0], strategy.results[0], new)
             return
-        whole = () if (rule := rule_for(node)) is None else rule.whole
-        for value, placement in zip(values, placements, strict=True):
+        for value, placement in zip(values, strategy.results, strict=True):
             item = self._emit(operator.getitem, (new, value[1]), {}, node)
-            if value[1] in whole:
+            if value[1] in strategy.whole:
                 # Without a gradient, as here, lookups of bags return them in other shapes.
                 item.meta["val"] = node.meta["val"][value[1]]
             self._made(value, placement, item)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from sp_compiler.base.placement import I, P, Placement, R, S, Segmentation, T
@@ -16,12 +16,14 @@ class Strategy:
     """One way to run an operator: placements of its tensor operands and of its results.
 
     ``lowering``: the operators that replace it if one rank does not run the operator itself: a
-    lookup or a loss over a sharded vocabulary, or a divided sum instead of a mean.
+    lookup or a loss over a sharded vocabulary, or a divided sum instead of a mean. ``whole``: that
+    of its rule.
     """
 
     operands: tuple[Placement, ...]
     results: tuple[Placement, ...]
     lowering: Literal["itself", "vocabulary", "sum"] = "itself"
+    whole: tuple[int, ...] = ()
 
     @property
     def is_replicated(self) -> bool:
@@ -92,7 +94,7 @@ def strategies(
         candidate = _shard_rows(rule, offers)
         offered += [candidate] if candidate else []
     # Without repeats, and in one order on every rank, in contrast to a set.
-    return list(dict.fromkeys(offered))
+    return [replace(each, whole=rule.whole) for each in dict.fromkeys(offered)]
 
 
 def _cuts(rule: OpRule, factor: Factor, offers: Offers) -> list[Segmentation]:

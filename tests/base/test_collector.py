@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 
 import pytest
 
@@ -16,14 +15,7 @@ class _Cycle:
         self.itself = self
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_frozen() -> Iterator[None]:
-    """But after the test again what is frozen for all tests."""
-    gc.unfreeze()
-    yield
-    gc.freeze()
-
-
+@pytest.mark.usefixtures("nothing_frozen")
 def test_only_objects_of_the_context_are_collected() -> None:
     older = _Cycle()
     older_gone = weakref.ref(older)
@@ -41,6 +33,7 @@ def test_only_objects_of_the_context_are_collected() -> None:
     assert older_gone() is None
 
 
+@pytest.mark.usefixtures("nothing_frozen")
 def test_what_a_user_has_frozen_stays_frozen() -> None:
     gc.freeze()
     with older_objects_skipped():

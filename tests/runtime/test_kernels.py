@@ -7,6 +7,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from sp_compiler.runtime.kernels import compile_kernels
 
 
@@ -86,6 +88,7 @@ def test_a_rare_one_is_compiled_on_all_ranks_when_it_is_called() -> None:
     assert compiled.notes == ["a", "f_1 runs as written, on all ranks: rank 0: no memory"]
 
 
+@pytest.mark.usefixtures("nothing_frozen")
 def test_the_garbage_collector_skips_older_objects_meanwhile() -> None:
     frozen = []
 
@@ -94,10 +97,6 @@ def test_the_garbage_collector_skips_older_objects_meanwhile() -> None:
             frozen.append(gc.get_freeze_count())
             return super().compile()
 
-    gc.unfreeze()  # what is frozen for all tests
-    try:
-        compile_kernels(_Agreement(), _compiled(Counting("f_1")))  # type: ignore[arg-type]
-        assert frozen[0] > 0
-        assert gc.get_freeze_count() == 0
-    finally:
-        gc.freeze()
+    compile_kernels(_Agreement(), _compiled(Counting("f_1")))  # type: ignore[arg-type]
+    assert frozen[0] > 0
+    assert gc.get_freeze_count() == 0

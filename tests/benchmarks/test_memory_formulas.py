@@ -107,7 +107,7 @@ def _plan(preset: str, options: dict[str, Any]) -> tuple[Plan, BlockPlan]:
             preset,
             *row,
             id="-".join(map(str, (*row[0].values(), preset))),
-            marks=pytest.mark.slow if preset != "gpt-22b" or number % 4 else (),
+            marks=pytest.mark.slow if preset != "gpt-22b" or number % 8 else (),
         )
         for preset in ("gpt-22b", "gpt3-175b")
         for number, row in enumerate(ROWS)

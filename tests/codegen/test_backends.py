@@ -11,6 +11,7 @@ from torch._inductor import config
 from sp_compiler.options import BACKENDS
 from tests.helpers import parity
 from tests.helpers.inductor import own_cache
+from tests.helpers.slow import slow
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -26,8 +27,8 @@ def _cases() -> Iterator[object]:
         # They run a C++ compiler for every chain of operators. Those of Llama are among those of
         # Mixtral, which tests/benchmarks/test_inductor.py has.
         is_slow = backend != "eager"
-        for name in ["gpt2"] if is_slow else ["gpt2", "llama"]:
-            yield pytest.param(backend, name, marks=[pytest.mark.slow] if is_slow else [])
+        yield slow(backend, "gpt2") if is_slow else (backend, "gpt2")
+    yield slow("eager", "llama")
 
 
 @pytest.mark.parametrize(("backend", "name"), list(_cases()))

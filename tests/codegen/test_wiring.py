@@ -14,6 +14,7 @@ from sp_compiler.compiler import build
 from sp_compiler.ir.program import Ref
 from sp_compiler.options import CompileOptions
 from sp_compiler.planning.planned_program import PlannedProgram
+from tests.helpers.slow import slow
 from tests.models import zoo
 
 
@@ -68,7 +69,7 @@ def test_layers_that_are_chained_alike_are_one_line() -> None:
     assert _lines(built.code) == GOLDEN
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("t5", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["llama", slow("t5")])
 def test_values_of_the_comment_are_those_of_the_program(name: str) -> None:
     """Running the statements with places instead of tensors passes each call what it takes."""
     built = _built(zoo.build(name), zoo.inputs(name))

@@ -14,6 +14,7 @@ from sp_compiler.compiler import build
 from sp_compiler.options import CompileOptions
 from sp_compiler.verification.simulate import simulate_step
 from tests.helpers.parity import SEED
+from tests.helpers.slow import slow_but
 
 _WIDTH = 8
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -68,7 +69,7 @@ class _Model(nn.Module):
 @pytest.mark.parametrize(
     ("around", "inside", "tp"), [(True, None, 2), (True, False, 1), (False, True, 2)]
 )
-@pytest.mark.parametrize("name", _PRODUCTS)
+@pytest.mark.parametrize("name", slow_but(list(_PRODUCTS)[::2], _PRODUCTS))
 def test_as_in_eager(name: str, around: bool, inside: bool | None, tp: int) -> None:
     """In eager a product that is not to be cast is not; bfloat16 would be off by a percent."""
     torch.manual_seed(0)

@@ -28,14 +28,11 @@ from tests.helpers.collective_counts import (
     SEQUENCE_PARALLEL,
     TENSOR_PARALLEL,
 )
+from tests.helpers.slow import slow, slow_but
 from tests.models import zoo
 
 _SHORT = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR"}
-_FAST = ("gpt2", "llama", "bert", "vit", "plain", "encoder", "lora")
-_MODELS = [
-    pytest.param(name, marks=() if name in _FAST else pytest.mark.slow)
-    for name in SEQUENCE_PARALLEL
-]
+_MODELS = slow_but(("gpt2", "llama", "vit", "lora"), SEQUENCE_PARALLEL)
 
 Counts = dict[str, tuple[str, str]]
 """Region to collectives of its forward and of its backward."""
@@ -76,7 +73,7 @@ def test_sequence_parallel(name: str) -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "attention"])
-@pytest.mark.parametrize("name", ["gpt2", "llama", pytest.param("t5", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["gpt2", "llama", slow("t5")])
 def test_recompute_without_collectives(name: str, recompute: str) -> None:
     """Only the gathers of what is kept as a shard come again, whatever else is recomputed."""
     assert _counts(_compiled(name, recompute=recompute)) == SEQUENCE_PARALLEL[name]
@@ -104,7 +101,7 @@ _KINDS = {
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize("name", ["gpt2", "bert", pytest.param("lora", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [slow("gpt2"), "bert", slow("lora")])
 def test_what_runs_is_what_the_graphs_say(
     name: str, sequence_parallel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

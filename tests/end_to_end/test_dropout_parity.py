@@ -13,6 +13,7 @@ from torch.distributed._local_tensor import LocalTensor
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.ops.dropout import dropout, dropout_mask
 from tests.helpers import parity
+from tests.helpers.slow import slow
 
 _P = 0.1
 _MODES = ("regenerate", "stored")
@@ -24,12 +25,12 @@ _SETTINGS = [
     (4, "full", False),
 ]
 _SLOW = ("plain", "bert", "t5", "encoder_seqfirst", "lora")
-_MODELS = ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in _SLOW)]
+_MODELS = ["gpt2", *map(slow, _SLOW)]
 # That kept masks are the drawn ones is compared for every model below.
 _CASES = [
     # Without T5, whose seven regions take longest: it is compared below.
-    *(pytest.param(name, "regenerate", marks=pytest.mark.slow) for name in _SLOW if name != "t5"),
-    *(pytest.param(name, "stored", marks=pytest.mark.slow) for name in ("gpt2", "bert")),
+    *(slow(name, "regenerate") for name in _SLOW if name != "t5"),
+    *(slow(name, "stored") for name in ("gpt2", "bert")),
     ("gpt2", "regenerate"),
 ]
 
@@ -99,6 +100,7 @@ def _masks(monkeypatch: pytest.MonkeyPatch, tp: int) -> list[Mask]:
     return drawn[: len(drawn) // 2]
 
 
+@pytest.mark.slow
 def test_masks_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Right rate; independent between ranks, sites and layers; those of one rank, cut."""
     sharded, whole = _masks(monkeypatch, 2), _masks(monkeypatch, 1)

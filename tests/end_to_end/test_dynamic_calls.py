@@ -151,6 +151,7 @@ def test_what_cannot_stay_open_is_compiled_for_each_size_with_one_warning() -> N
     assert users.num_compiled(module) == 3
 
 
+@pytest.mark.slow
 def test_a_memory_budget_is_kept_for_each_size() -> None:
     module, model = _twice(users.Net, recompute="auto", memory_budget="1MiB")
     for shape in ((2, 4), (2, 5), (3, 6)):
@@ -183,6 +184,7 @@ def test_a_model_that_cannot_help_it_is_compiled_for_fixed_sizes_in_the_end() ->
             cache.warn_of_sizes(keys[number + 1], [], "x (9,)")
 
 
+@pytest.mark.slow
 def test_a_call_that_fails_is_not_said_to_be_compiled_again() -> None:
     """Its own error is what the user has to read."""
     module, _ = _twice(Branching)
@@ -272,6 +274,7 @@ class _Caching(nn.Module):
         return (self.linear(x) * self.tables[length]).square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_what_export_cannot_leave_open_is_compiled_size_by_size() -> None:
     torch.manual_seed(0)

@@ -24,6 +24,7 @@ from sp_compiler.rules.table import record_factors
 from sp_compiler.verification.interpret import PartitionedCode
 from tests.helpers import parity
 from tests.helpers.open_sizes import EXAMPLE, OTHERS, assert_right, open_program, reason, tokens
+from tests.helpers.slow import slow
 from tests.models import zoo
 from tests.passes.sharding import test_megatron_layouts as test_layouts
 
@@ -184,7 +185,7 @@ def _rearranged(batch: int, seq: int) -> dict[str, Any]:
     return {"x": torch.randn(batch, seq, 16, generator=generator, dtype=torch.float64)}
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("sequence_parallel", [True, slow(False)])
 def test_as_many_tokens_in_other_batches(sequence_parallel: bool) -> None:
     """Segments of rows are of the example's batch, whatever their sum is."""
     torch.manual_seed(0)

@@ -48,6 +48,7 @@ def test_grouped_products_are_sharded_and_right(tp: int, sequence_parallel: bool
     assert parity.gradient_error(step.grads, found.grads, floor=0.1) < 0.03
 
 
+@pytest.mark.slow
 def test_a_model_on_meta() -> None:
     """Its capture takes the path of an accelerator, which counts integers."""
     with torch.device("meta"):

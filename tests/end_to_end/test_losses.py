@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from sp_compiler.ir.text import render
 from tests.helpers import parity
+from tests.helpers.slow import slow
 
 _WEIGHTS = torch.rand(512, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) + 0.5
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -71,7 +72,7 @@ class _Model(nn.Module):
 
 @pytest.mark.parametrize(
     ("tp", "classes"),
-    [(2, 512), *(pytest.param(3, size, marks=pytest.mark.slow) for size in (512, 511))],
+    [(2, 512), *(slow(3, size) for size in (512, 511))],
 )
 @pytest.mark.parametrize("loss", _LOSSES)
 def test_loss_and_gradients(loss: Loss, tp: int, classes: int) -> None:

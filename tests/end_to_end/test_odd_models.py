@@ -18,6 +18,7 @@ from sp_compiler.compiler import build
 from sp_compiler.options import CompileOptions
 from sp_compiler.verification.simulate import SimulatedStep, simulate_step
 from tests.helpers.parity import SEED, gradient_error
+from tests.helpers.slow import slow
 
 _WIDTH, _HEADS, _VOCAB = 24, 4, 60
 _OPTIONS: tuple[dict[str, Any], ...] = (
@@ -323,7 +324,7 @@ def test_like_eager(kind: Callable[[], nn.Module], options: dict[str, Any]) -> N
     _assert_like_eager(kind, _input(kind, 2, 5), **options)
 
 
-@pytest.mark.parametrize("size", [(3, 1), (1, 7), (1, 1)])
+@pytest.mark.parametrize("size", [slow((3, 1)), slow((1, 7)), (1, 1)])
 @pytest.mark.parametrize("kind", [Block, TwoRoles])
 def test_single_tokens_and_sequences(kind: Callable[[], nn.Module], size: tuple[int, int]) -> None:
     """A dim of size 1 is neither tokens nor features."""

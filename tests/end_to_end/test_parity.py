@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.helpers import parity
+from tests.helpers.slow import slow, slow_but
 from tests.models import zoo
 
 _TIGHT = 1e-10
@@ -116,24 +117,15 @@ def test_pairwise_rows_cover() -> None:
         assert wanted == {(row[first], row[second]) for row in _PAIRWISE}
 
 
-@pytest.mark.parametrize("tp", [3, 8])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "llama",
-        "vit",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "t5", "encoder")),
-    ],
-)
+@pytest.mark.parametrize("tp", [3, slow(8)])
+@pytest.mark.parametrize("name", ["llama", "vit", *map(slow, ("gpt2", "t5", "encoder"))])
 def test_what_does_not_divide_is_padded_or_whole(name: str, tp: int) -> None:
     """Four heads and a width of 32: eight ranks divide only widths, three nothing."""
     parity.assert_parity(parity.case(name, 2, 7), _TIGHT, tp=tp)
 
 
-@pytest.mark.parametrize(
-    "name", ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "llama"))]
-)
-@pytest.mark.parametrize("size", [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize("name", ["plain", slow("gpt2"), slow("llama")])
+@pytest.mark.parametrize("size", [(1, 1), slow((2, 1)), (1, 2)])
 def test_smallest_inputs(name: str, size: tuple[int, int]) -> None:
     """Fewer tokens than ranks. No loss at length 1, which has nothing to predict."""
     name = name if size[1] > 1 else f"{name}_logits"
@@ -146,7 +138,7 @@ def test_smallest_inputs(name: str, size: tuple[int, int]) -> None:
         ("gpt2", True, (2,)),
         ("llama", False, (4,)),
         *(
-            pytest.param(name, sequence_parallel, (1, 2, 4), marks=pytest.mark.slow)
+            slow(name, sequence_parallel, (1, 2, 4))
             for name in ("gpt2", "llama")
             for sequence_parallel in (True, False)
         ),
@@ -165,9 +157,7 @@ def test_gradient_of_inputs_embeds(
         parity.assert_parity(found, _TIGHT, tp=tp, sequence_parallel=sequence_parallel)
 
 
-_SLOW_ARCHITECTURES = [
-    case for case in zoo.cases("llama", "plain") if case.values[0] in _ARCHITECTURES
-]
+_SLOW_ARCHITECTURES = slow_but(("llama", "plain"), _ARCHITECTURES)
 
 
 def _against_eager(name: str, dtype: torch.dtype, **options: Any) -> tuple[Step, Step]:
@@ -209,6 +199,7 @@ def test_against_eager_in_float64(name: str) -> None:
     assert _error(actual, eager, 1e-5) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _SLOW_ARCHITECTURES)
 def test_against_eager_in_float32(name: str) -> None:
     actual, eager = _against_eager(name, torch.float32, tp=4, recompute="full")

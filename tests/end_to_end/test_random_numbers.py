@@ -13,6 +13,7 @@ import sp_compiler
 from sp_compiler.ir.fx import calls
 from sp_compiler.ops.uniform import UNIFORM
 from tests.helpers import parity
+from tests.helpers.slow import slow
 
 
 def _drop_path(x: Tensor, p: float) -> Tensor:
@@ -73,9 +74,9 @@ def _case() -> parity.Case:
     [
         (2, "selective"),
         (3, "full"),
-        pytest.param(1, "full", marks=pytest.mark.slow),
-        pytest.param(4, "none", marks=pytest.mark.slow),
-        pytest.param(4, "attention", marks=pytest.mark.slow),
+        slow(1, "full"),
+        slow(4, "none"),
+        slow(4, "attention"),
     ],
 )
 def test_every_number_of_ranks_and_recompute(tp: int, recompute: str) -> None:

@@ -14,6 +14,7 @@ from sp_compiler.graph_diff.data import Change
 from sp_compiler.graph_diff.diff import diff
 from sp_compiler.ir.snapshot import Snapshot
 from tests.helpers.graph_builder import GraphBuilder
+from tests.helpers.slow import slow
 from tests.models.architecture import DIVIDING
 from tests.models.architectures import build, inputs
 
@@ -21,9 +22,7 @@ from tests.models.architectures import build, inputs
 _SLOW = ("gpt2", "gemma2", "mixtral", "t5", "vit", "whisper")
 
 
-@pytest.mark.parametrize(
-    "name", ["bloom", *(pytest.param(name, marks=pytest.mark.slow) for name in _SLOW)]
-)
+@pytest.mark.parametrize("name", ["bloom", *map(slow, _SLOW)])
 def test_a_model_is_itself(name: str) -> None:
     model = build(name, DIVIDING)
     result = diff(model, model, example_inputs=((), inputs(name, DIVIDING)))
@@ -40,7 +39,7 @@ def _convolutions(*sizes: int) -> nn.Sequential:
     return nn.Sequential(*flat, nn.Flatten(), nn.LazyLinear(3))
 
 
-@pytest.mark.parametrize(("sizes", "training"), [((3, 8, 8), False), ((3, 8, 8, 4, 4), True)])
+@pytest.mark.parametrize(("sizes", "training"), [((3, 8, 8), False), slow((3, 8, 8, 4, 4), True)])
 def test_layers_that_are_called_twice_are_themselves(
     sizes: tuple[int, ...], training: bool
 ) -> None:

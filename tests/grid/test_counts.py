@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import sp_compiler
 from tests.helpers import grids
 from tests.helpers.fake_group import fake_group
+from tests.helpers.slow import slow
 from tests.models import zoo
 
 _LAYERS = 2
@@ -23,7 +24,7 @@ def _planned(items: Any) -> Counter[tuple[str, str]]:
     return counts
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", [slow("llama"), "gpt2"])
 def test_a_step_sends_what_is_planned_and_nothing_else(name: str) -> None:
     """Over "tp" as the placements are typed; over "dp_shard" each group of parameters by itself."""
     batch = zoo.inputs(name, batch=2, seq=8)

@@ -14,6 +14,7 @@ import sp_compiler
 from sp_compiler import ArgumentError, UnsupportedError
 from sp_compiler.runtime.mesh_axes import DataAxes
 from tests.helpers.fake_group import fake_group
+from tests.helpers.slow import slow
 from tests.helpers.users import batch, net
 
 
@@ -127,7 +128,8 @@ def test_parameters_without_dimensions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "where"), [("blocks.1", r"block 'blocks\.1'"), ("", "the model outside of its blocks")]
+    ("name", "where"),
+    [("blocks.1", r"block 'blocks\.1'"), slow("", "the model outside of its blocks")],
 )
 def test_parameters_of_several_dtypes(name: str, where: str) -> None:
     """Which FSDP2 refuses in the first step; those that are frozen may have any."""

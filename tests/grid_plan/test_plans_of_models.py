@@ -20,6 +20,7 @@ def model_and_inputs() -> tuple[Any, Any]:
     return zoo.build("gpt2", layers=4), ((), zoo.inputs("gpt2"))
 
 
+@pytest.mark.slow
 def test_one_device_is_the_plan_of_the_model(model_and_inputs: tuple[Any, Any]) -> None:
     whole = plan(*model_and_inputs, tp=2)
     found = plan(*model_and_inputs, mesh={"tp": 2}, microbatches=3)

@@ -20,6 +20,7 @@ from sp_compiler.options import CompileOptions
 from sp_compiler.torch_compile.backend import sp_compiler_backend
 from sp_compiler.trace.export import capture
 from tests.helpers.parity import case, gradient_error, output_error, simulate
+from tests.helpers.slow import slow
 from tests.models import zoo
 
 Hints = dict[str, Hint]
@@ -46,14 +47,14 @@ def test_without_hints_the_pairs_are_column_and_row() -> None:
     assert (found[UP.format(0)], found[DOWN.format(0)]) == ("S(0)", "S(1)")
 
 
-@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tp", [2, slow(4)])
 @pytest.mark.parametrize(
     "hints",
     [
-        {"blocks.*.mlp.up": Shard(1)},
+        slow({"blocks.*.mlp.up": Shard(1)}),
         {"blocks.*.mlp.up": Replicate(), "blocks.*.mlp.down": Replicate()},
         {"blocks.0.mlp.down": Shard(0), "blocks.*.attention.query": Shard(-1)},
-        {"blocks.*.attention.key": Replicate(), "blocks.*.attention.query": Shard(0)},
+        slow({"blocks.*.attention.key": Replicate(), "blocks.*.attention.query": Shard(0)}),
         {"head": sp_compiler.forbid(Shard(0)), "token_embedding": Shard(1)},
     ],
     ids=["row", "replicated", "one layer", "key", "vocabulary"],
@@ -76,6 +77,7 @@ def test_a_hint_that_does_not_divide_is_met_by_padding() -> None:
     assert gradient_error(step.grads, true.grads) < 1e-10
 
 
+@pytest.mark.slow
 def test_verify_takes_hints() -> None:
     hints: Hints = {"blocks.*.mlp.up": Shard(1)}
     model, inputs = zoo.build("plain", layers=1), zoo.inputs("plain")

@@ -7,13 +7,13 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.models import GPTConfig, PlainGPT
+from tests.helpers.slow import slow_but
 
 VOCAB = 128
 _HIDDEN = 32
@@ -32,7 +32,7 @@ def names() -> list[str]:
 
 def cases(*fast: str) -> list[Any]:
     """Test parameters of every model: slow tests, but for those that are named."""
-    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in names()]
+    return slow_but(fast, names())
 
 
 def build(

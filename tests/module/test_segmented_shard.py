@@ -24,6 +24,7 @@ from sp_compiler.module.dtensors.segmented_shard import segmented_shard, segment
 from sp_compiler.module.parameters import mesh_placement, tensor_spec
 from sp_compiler.runtime.padding import stored_part
 from tests.helpers.fake_group import fake_group
+from tests.helpers.slow import slow
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -36,7 +37,7 @@ _PLACEMENTS = {
 }
 _FAST = (2, S(0, (8, 2, 2)))
 _CASES = [
-    case if case == _FAST else pytest.param(*case, marks=pytest.mark.slow)
+    case if case == _FAST else slow(*case)
     for case in ((size, place) for size, places in _PLACEMENTS.items() for place in places)
 ]
 _SHAPE = (12, 6)

@@ -67,6 +67,7 @@ def _compiled() -> tuple[Any, dict[str, Tensor]]:
     return compiled, inputs
 
 
+@pytest.mark.slow
 def test_backward_may_run_twice_and_after_another_forward() -> None:
     compiled, inputs = _compiled()
     model = host_memory.model()

@@ -25,6 +25,7 @@ from tests.helpers.async_products import let_all_pay
 from tests.helpers.graph_builder import GraphBuilder, convert, text
 from tests.helpers.one_operator import join, scatter
 from tests.helpers.parity import assert_parity, case
+from tests.helpers.slow import slow
 from tests.models import zoo
 
 aten = torch.ops.aten
@@ -301,7 +302,7 @@ def test_time_of_the_sum() -> None:
     assert elapsed_us(b.output(fused), WORLD) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["gpt2", slow("llama")])
 def test_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients in float64, with rows and a link for which every rewrite pays."""
     let_all_pay(monkeypatch)
@@ -310,7 +311,7 @@ def test_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "tp.matmul_reduce_scatter(" in program.code
 
 
-@pytest.mark.parametrize("name", ["plain", pytest.param("llama_gqa8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["plain", slow("llama_gqa8")])
 def test_what_is_kept_and_its_formula(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     let_all_pay(monkeypatch)
     model, inputs = zoo.build(name, dtype=torch.bfloat16), zoo.inputs(name, seq=8)

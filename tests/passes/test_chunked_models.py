@@ -18,6 +18,7 @@ from sp_compiler.compiler import build
 from sp_compiler.options import CompileOptions
 from tests.helpers import parity
 from tests.helpers.ranks import run_on_ranks
+from tests.helpers.slow import slow
 
 
 class Model(nn.Module):
@@ -59,7 +60,7 @@ def _inputs(classes: int, length: int = 9) -> Tensor:
     [
         (Model, 2, True, "selective"),
         *(
-            pytest.param(kind, tp, tied, recompute, marks=pytest.mark.slow)
+            slow(kind, tp, tied, recompute)
             for kind, tp, tied, recompute in (
                 (Model, 1, True, "none"),
                 (Model, 4, False, "full"),
@@ -236,7 +237,7 @@ class Attention(nn.Module):
     [
         (4, 2, "selective"),
         *(
-            pytest.param(heads, tp, recompute, marks=pytest.mark.slow)
+            slow(heads, tp, recompute)
             for heads, tp, recompute in ((3, 2, "full"), (3, 2, "none"), (4, 1, "attention"))
         ),
     ],
@@ -249,9 +250,7 @@ def test_attention_is_proven_on_simulated_ranks(heads: int, tp: int, recompute: 
     assert report.worst < 1e-10
 
 
-@pytest.mark.parametrize(
-    "recompute", ["selective", *(pytest.param(n, marks=pytest.mark.slow) for n in ("full", "none"))]
-)
+@pytest.mark.parametrize("recompute", ["selective", *map(slow, ("full", "none"))])
 def test_the_plan_chooses_chunks_of_attention_by_the_peak(recompute: str) -> None:
     model, x = Attention(4).to("meta"), torch.zeros(2, 1024, 24, device="meta", requires_grad=True)
     one, auto = (

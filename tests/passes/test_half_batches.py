@@ -37,6 +37,7 @@ from tests.helpers.parity import (
     output_error,
     simulate,
 )
+from tests.helpers.slow import slow
 from tests.models import zoo
 
 OPTIONS = CompileOptions(tp=2, half_batches=True)
@@ -173,9 +174,7 @@ def on_halves(name: str, batch: int, seq: int, p: float = 0.0) -> tuple[Case, Ca
     return full, halves
 
 
-@pytest.mark.parametrize(
-    "name", ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "vit"))]
-)
+@pytest.mark.parametrize("name", ["plain", *map(slow, ("llama", "vit"))])
 def test_gradients_are_those_of_the_full_batch(name: str) -> None:
     """Dropout drops the same elements; what differs is the order of sums over the batch."""
     full, halves = on_halves(name, batch=4, seq=8, p=0.0 if name == "llama" else 0.2)

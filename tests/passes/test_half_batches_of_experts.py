@@ -16,6 +16,7 @@ from sp_compiler.trace.export import capture
 from tests.helpers import expert_models
 from tests.helpers.expert_models import EXPERTS, HIDDEN, Grouped, Picked
 from tests.helpers.parity import assert_equal_gradients, compiled, make_case, output_error, simulate
+from tests.helpers.slow import slow
 from tests.helpers.sorted_experts import BATCH, Sorted, ends_of, split
 
 
@@ -102,11 +103,8 @@ def with_bias() -> Grouped:
 @pytest.mark.parametrize(
     "make",
     [
-        *(with_bias, Picked, Numbered, Added, AllRows),
-        *(
-            pytest.param(each, marks=pytest.mark.slow)
-            for each in (Scattered, Put, Accumulated, Remainders)
-        ),
+        *(Picked, Numbered),
+        *map(slow, (with_bias, Added, AllRows, Scattered, Put, Accumulated, Remainders)),
     ],
 )
 def test_gradients_are_those_of_the_full_batch(make: type[Grouped]) -> None:

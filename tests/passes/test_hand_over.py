@@ -39,6 +39,7 @@ from tests.helpers.calls_in_a_row import INPUTS, LAYERS, SLOW, gpt, nodes_of
 from tests.helpers.fake_group import fake_group
 from tests.helpers.graph_builder import GraphBuilder, convert
 from tests.helpers.open_sizes import assert_right, open_program, tokens
+from tests.helpers.slow import slow
 
 aten = torch.ops.aten
 _OPTIONS: dict[str, Any] = {"tp": 2, "recompute": "selective", "hardware": SLOW}
@@ -326,7 +327,7 @@ def _leaving(number: slice, recompute: str) -> CompiledProgram:
         return parity.compiled(_small(), **{**_OPTIONS, "recompute": recompute})
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("recompute", [slow("none"), "selective"])
 def test_a_step_holds_what_was_planned(recompute: str) -> None:
     """To the byte, with the peak in a layer's backward, whatever gradients are left."""
     late = []
@@ -343,6 +344,7 @@ def test_a_step_holds_what_was_planned(recompute: str) -> None:
     assert [len(each) for each in late] == [1, 1, 3]
 
 
+@pytest.mark.slow
 def test_several_gradients_are_equal_to_the_bit() -> None:
     program = _leaving(slice(None), "selective")
     assert len(_split(program).late) > 5

@@ -18,6 +18,7 @@ from sp_compiler.passes.normalize import normalize
 from sp_compiler.passes.outline import outline
 from sp_compiler.trace.export import capture, flatten_inputs
 from sp_compiler.verification.reference import run_captured, run_program
+from tests.helpers.slow import slow
 from tests.models import zoo
 from tests.trace.test_export import gradients
 
@@ -99,7 +100,10 @@ REGIONS = {
 
 
 # The other tests have the depth that more layers are added to.
-@pytest.mark.parametrize(("name", "more"), [("plain", 0), *((name, 2) for name in REGIONS)])
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("plain", 0), *((name, 2) for name in REGIONS if name != "t5"), slow("t5", 2)],
+)
 def test_regions_do_not_grow_with_depth(name: str, more: int) -> None:
     layers = (3 if name == "t5" else 2) + more
     model = zoo.build(name, layers=layers, dropout=0.1)

@@ -19,6 +19,7 @@ from sp_compiler.passes.outline import distinct, outline
 from sp_compiler.trace.export import capture, flatten_inputs
 from sp_compiler.verification.reference import run_captured, run_program
 from sp_compiler.verification.verify import verify
+from tests.helpers.slow import slow
 from tests.passes.test_outline import check_program, outlined
 from tests.trace.test_export import gradients
 
@@ -145,7 +146,7 @@ def test_values_in_their_own_order_are_seen_to_be_wrong(monkeypatch: pytest.Monk
     assert abs(float(loss - wrong)) > 1e-3
 
 
-@pytest.mark.parametrize("p", [(0.0, 0.0), (0.1, 0.2)])
+@pytest.mark.parametrize("p", [slow((0.0, 0.0)), (0.1, 0.2)])
 def test_two_ranks_compute_the_gradients_of_the_model(p: tuple[float, float]) -> None:
     model = _model(Layer(p=p), Layer(True, p=p))
     report = verify(model, ((_input(),), {}), tp=2)

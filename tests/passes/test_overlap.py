@@ -33,6 +33,7 @@ from tests.helpers.parity import (
     make_case,
     simulate,
 )
+from tests.helpers.slow import slow
 
 aten = torch.ops.aten
 WORLD = 2
@@ -283,8 +284,9 @@ def most_bytes(plain: CompiledProgram, more: int) -> int:
 @pytest.mark.parametrize(
     ("name", "recompute"),
     [
-        *itertools.product(["plain", "llama"], ["none", "selective", "full"]),
-        pytest.param("t5", "selective", marks=pytest.mark.slow),
+        *itertools.product(["plain"], ["none", "selective", "full"]),
+        ("llama", "selective"),
+        *(slow(*each) for each in (("llama", "none"), ("llama", "full"), ("t5", "selective"))),
     ],
 )
 def test_gradients_are_those_without_overlap_to_the_last_bit(name: str, recompute: str) -> None:

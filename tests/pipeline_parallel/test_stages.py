@@ -27,6 +27,7 @@ from sp_compiler.runtime.executor import Executor
 from sp_compiler.trace.export import flatten_inputs
 from tests.helpers.fake_group import fake_group
 from tests.helpers.handmade_module import compiled_handmade
+from tests.helpers.slow import slow
 from tests.helpers.torch_versions import NEEDS_V_SCHEDULES
 from tests.helpers.users import assert_same_gradients, batch, net
 from tests.models import zoo
@@ -46,7 +47,7 @@ def _compiled(name: str, **fields: Any) -> tuple[nn.Module, CompiledProgram]:
     [
         ("gpt2", [2, 3, 4], [1, 1, 0]),
         ("llama", [1, 2, 4], [1, 1, 0]),
-        pytest.param("t5", [2, 5, 7], [3, 2, 0], marks=pytest.mark.slow),
+        slow("t5", [2, 5, 7], [3, 2, 0]),
     ],
 )
 def test_stages_one_after_the_other_are_the_model(

@@ -18,6 +18,7 @@ from sp_compiler.planning import costly_fallbacks as costly_module
 from sp_compiler.planning.fallbacks import Fallback
 from sp_compiler.solve.elimination import Elimination
 from tests.helpers.ranks import run_on_ranks
+from tests.helpers.slow import slow
 from tests.models import zoo
 
 _WIDTH = 32
@@ -208,7 +209,7 @@ def test_what_a_hint_asks_for_is_no_fallback() -> None:
     assert result.costly_fallbacks == ()
 
 
-@pytest.mark.parametrize("name", ["gpt2", "lora"])
+@pytest.mark.parametrize("name", ["gpt2", slow("lora")])
 def test_a_model_that_shards(name: str) -> None:
     model = zoo.build(name, layers=1, dtype=torch.float32)
     sp_compiler.plan(model, ((), zoo.inputs(name)), tp=2, strict=True)

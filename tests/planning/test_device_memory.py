@@ -77,6 +77,7 @@ def test_what_does_not_fit_and_by_how_much() -> None:
     assert "Whatever is recomputed, " in said
 
 
+@pytest.mark.slow
 def test_what_helps_where_everything_is_recomputed_already() -> None:
     full = _plan(recompute="full", overlap=False)
     said = _refused(device_memory=full.total_bytes - 1024, recompute="full", overlap=False)

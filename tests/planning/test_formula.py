@@ -23,6 +23,7 @@ from sp_compiler.planning.formula import ActivationFormula
 from sp_compiler.planning.larger_batch import telling_batch
 from sp_compiler.planning.plan import Plan
 from sp_compiler.planning.planned_program import PlannedProgram
+from tests.helpers.slow import slow, slow_but
 from tests.models import architectures, zoo
 
 T = sympy.Symbol("t", positive=True, integer=True)
@@ -61,16 +62,15 @@ GOLDEN = [
     ("plain", 1, "none", "b*s*(32*h + 4*a*s)"),
     ("plain", 2, "selective", "20*b*s*h/t"),
     ("plain", 2, "full", "2*b*s*h/t"),
-    ("llama_gqa8", 2, "selective", "b*s*(8*h + 4*k*h/a + 4*f)/t"),
+    slow("llama_gqa8", 2, "selective", "b*s*(8*h + 4*k*h/a + 4*f)/t"),
     ("bert", 2, "selective", "22*b*s*h/t"),
-    ("bert", 2, "full", "2*b*s*h/t"),
+    slow("bert", 2, "full", "2*b*s*h/t"),
 ]
 
 
 @pytest.mark.parametrize(("name", "tp", "recompute", "expected"), GOLDEN)
 def test_bytes_of_a_layer(name: str, tp: int, recompute: str, expected: str) -> None:
-    found = _plan(name, tp, recompute)
-    layer = _layer(found, _assert_exact(found))
+    layer = _layer(found := _plan(name, tp, recompute), _assert_exact(found))
     assert _same(layer, expected), layer
 
 
@@ -83,15 +83,14 @@ OTHER_SIZES = [
         {"hidden_size": 48, "num_heads": 6, "layers": 3},
         {"h": 48, "a": 6, "L": 3},
     ),
-    pytest.param(
+    slow(
         "llama_gqa8",
         2,
         "none",
         {"intermediate_size": 104, "num_key_value_heads": 2},
         {"f": 104, "k": 2},
-        marks=pytest.mark.slow,
     ),
-    ("bert", 2, "selective", {}, {}),
+    slow("bert", 2, "selective", {}, {}),
 ]
 
 
@@ -156,7 +155,7 @@ class _TalkingHeads(nn.Module):
         return self.classes(self.pooled((x * gates).mean(1)).tanh()).square().mean()
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [slow(1), 2])
 def test_heads_that_are_mixed_are_heads(tp: int) -> None:
     """Their products with weights hide neither the sequence nor the heads."""
 
@@ -199,6 +198,7 @@ def test_the_legend_has_the_symbols_of_the_formulas_alone() -> None:
     assert "h = 32: hidden" in str(_plan("plain", 2, "selective").activation_formula)
 
 
+@pytest.mark.slow
 def test_a_padded_width_is_rounded_up() -> None:
     """Formulas name it by its true size, and hold at another one."""
     odd = {"intermediate_size": 103, "vocab_size": 129}
@@ -210,7 +210,7 @@ def test_a_padded_width_is_rounded_up() -> None:
     assert formula.value(formula.total, f=105) == other.activation_bytes
 
 
-@pytest.mark.parametrize("batch", [pytest.param(n, marks=pytest.mark.slow) for n in (1, 3)])
+@pytest.mark.parametrize("batch", [slow(1), slow(3)])
 def test_padded_rows_of_a_program_are_rounded_up(batch: int) -> None:
     """17 tokens of an image on 2 ranks; four images need no padding."""
     formula = _plan("vit", 2, "none", batch).activation_formula
@@ -243,7 +243,7 @@ IN_TURN = [
 @pytest.mark.parametrize(
     ("name", "coincidence"),
     [
-        pytest.param("llama_gqa8", "batch of one, one kv head a rank", marks=pytest.mark.slow),
+        slow("llama_gqa8", "batch of one, one kv head a rank"),
         ("plain", "batch * sequence = hidden"),
     ],
 )
@@ -351,17 +351,17 @@ def test_what_a_batch_of_one_does_not_tell_is_a_size_of_its_own() -> None:
         formula.value(sympy.Symbol(doubted[0], positive=True, integer=True), b=2)
 
 
+@pytest.mark.slow
 def test_a_batch_of_one_is_a_batch() -> None:
     formula = _plan("plain", 2, "none", batch=1).activation_formula
     other = _plan("plain", 2, "none", batch=2)
     assert formula.value(formula.blocks["Block"], b=2) == other.block("Block").kept_bytes
 
 
-_FAST = ("plain", "gpt2", "llama")
-_MODELS = list(dict.fromkeys((*_FAST, *zoo.names()[::2])))
+_MODELS = list(dict.fromkeys(("plain", "gpt2", "llama", *zoo.names()[::2])))
 
 
-@pytest.mark.parametrize("name", [c for c in zoo.cases(*_FAST) if c.values[0] in _MODELS])
+@pytest.mark.parametrize("name", slow_but(("plain", "gpt2"), _MODELS))
 def test_models_have_an_exact_formula(name: str) -> None:
     """Settings take turns over the models."""
     turn = _MODELS.index(name)

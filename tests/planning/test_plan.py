@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import operator
 import re
@@ -32,6 +31,7 @@ from sp_compiler.runtime.recorder import Recorder
 from tests.helpers.graph_builder import GraphBuilder
 from tests.helpers.parity import SEED, case, compiled, compiled_in_turn
 from tests.helpers.ranks import run_on_ranks
+from tests.helpers.slow import slow
 from tests.models import zoo
 
 aten = torch.ops.aten
@@ -45,8 +45,10 @@ def _plan(name: str, tp: int = 2, p: float = 0.0, **options: object) -> Plan:
 @pytest.mark.parametrize(
     ("name", "dropout"),
     [
-        *itertools.product(["plain", "gpt2", "llama"], ["stored", "regenerate"]),
-        pytest.param("t5", "stored", marks=pytest.mark.slow),
+        ("plain", "stored"),
+        ("gpt2", "regenerate"),
+        ("llama", "stored"),
+        *(slow(*each) for each in (("plain", "regenerate"), ("gpt2", "stored"), ("t5", "stored"))),
     ],
 )
 def test_planned_is_what_one_rank_keeps(name: str, dropout: str) -> None:
@@ -250,9 +252,9 @@ def test_a_model_without_a_backward_is_noted(
     [
         ("plain", 0.0, {"tp": 1, "half_batches": True, "async_tp": True}, 2),
         ("plain", 0.0, {"async_tp": True, "loss_chunks": 2, "attention_chunks": 2}, 3),
-        ("lora", 0.0, {"loss_chunks": 2}, 0),
+        slow("lora", 0.0, {"loss_chunks": 2}, 0),
         ("encoder", 0.1, {"attention_chunks": 2}, 1),
-        ("plain", 0.0, {"recompute": "auto", "memory_budget": "1GiB", "offload": True}, 1),
+        slow("plain", 0.0, {"recompute": "auto", "memory_budget": "1GiB", "offload": True}, 1),
     ],
 )
 def test_options_that_change_nothing_are_noted(
@@ -319,6 +321,7 @@ def test_planning_beside_a_default_group_of_another_size() -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_models_on_the_meta_device() -> None:
     config = GPTConfig(vocab_size=64, num_positions=8, hidden_size=16, num_layers=2, num_heads=2)
     ids = torch.zeros(2, 8, dtype=torch.long)

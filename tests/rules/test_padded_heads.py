@@ -21,6 +21,7 @@ from sp_compiler.planning.fallbacks import fallbacks
 from sp_compiler.runtime.padding import padded_part, stored_part, stored_shape
 from tests.helpers import parity
 from tests.helpers.ranks import run_on_ranks
+from tests.helpers.slow import slow, slow_but
 
 _WIDTH, _DEPTH = 16, 4
 
@@ -98,7 +99,7 @@ def _assert_padded(found: parity.Case, tp: int, names: str) -> CompiledProgram:
     return program
 
 
-@pytest.mark.parametrize("tp", [4, *(pytest.param(tp, marks=pytest.mark.slow) for tp in (2, 3, 8))])
+@pytest.mark.parametrize("tp", [4, *map(slow, (2, 3, 8))])
 def test_heads_are_padded(tp: int) -> None:
     """With dropout, whose masks are those of one device."""
     heads = 5 if tp < 8 else 12
@@ -110,7 +111,7 @@ def test_heads_are_padded(tp: int) -> None:
     assert not list(fallbacks(program))
 
 
-@pytest.mark.parametrize("fused", ["view", pytest.param("split", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fused", ["view", slow("split")])
 def test_a_fused_projection_is_padded_part_by_part(fused: str) -> None:
     program = _assert_padded(_case(_Attention(3, fused=fused, p=0.2)), 2, "qkv out")
     assert program.param_placements["body.qkv.weight"] == S(0, (12, 12, 12), 3)
@@ -119,7 +120,7 @@ def test_a_fused_projection_is_padded_part_by_part(fused: str) -> None:
     assert "S(i|a/n)" in header
 
 
-@pytest.mark.parametrize("fused", ["split", pytest.param("", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fused", ["split", slow("")])
 def test_grouped_heads_are_padded_by_groups(fused: str) -> None:
     """Of 3 groups of 2 query heads on 4 ranks each has one, but for the last."""
     names = "qkv out" if fused else "q k v out"
@@ -205,16 +206,12 @@ _NOT_PADDED: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def _slow_but(first: str, names: dict[str, Any]) -> list[Any]:
-    return [name if name == first else pytest.param(name, marks=pytest.mark.slow) for name in names]
-
-
-@pytest.mark.parametrize("name", _slow_but("fused, causal", _PADDED))
+@pytest.mark.parametrize("name", slow_but(["fused, causal"], _PADDED))
 def test_cores_of_padded_heads(name: str) -> None:
     _assert_padded(_case(_Attention(3, core=_PADDED[name])), 2, "q k v out")
 
 
-@pytest.mark.parametrize("name", _slow_but("norm without eps", _NOT_PADDED))
+@pytest.mark.parametrize("name", slow_but(["norm without eps"], _NOT_PADDED))
 def test_heads_that_zeros_would_disturb(name: str) -> None:
     """A padded operand of such an operator is gathered, without the padding, in front of it."""
     parity.assert_parity(_case(_Attention(3, core=_NOT_PADDED[name])), tp=2)

@@ -29,6 +29,7 @@ from sp_compiler.rules.padding import POINTWISE, RELABELLING
 from sp_compiler.runtime.padding import padded_part, stored_part
 from tests.helpers import parity
 from tests.helpers.ranks import run_on_ranks
+from tests.helpers.slow import slow
 
 _VOCABULARY, _WIDTH, _INNER = 131, 32, 100
 
@@ -74,8 +75,10 @@ def _inputs(seed: int = 0, vocabulary: int = _VOCABULARY) -> dict[str, Tensor]:
     return {"ids": ids, "labels": labels}
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("tp", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    ("tp", "tied"),
+    [(2, True), (3, False), *(slow(tp, tied) for tp in (4, 8) for tied in (True, False))],
+)
 def test_a_vocabulary_and_a_width_are_padded(tp: int, tied: bool) -> None:
     found = parity.make_case(_model(tied=tied), _inputs())
     for sequence_parallel in (True, False):
@@ -92,7 +95,7 @@ def test_a_vocabulary_and_a_width_are_padded(tp: int, tied: bool) -> None:
         assert not list(fallbacks(program))
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", slow("full")])
 @pytest.mark.parametrize("vocabulary", [5, 9, 17])
 def test_ranks_that_have_padding_alone(vocabulary: int, recompute: str) -> None:
     """Nine classes over eight ranks are 2 + 2 + 2 + 2 + 1 + 0 + 0 + 0."""

@@ -17,6 +17,7 @@ from sp_compiler.rules.registry import ROWS, Row
 from tests.helpers.one_operator import Step, check, compiled_step
 from tests.helpers.op_samples import calls as op_samples
 from tests.helpers.operator_call import Call, Whole, offered
+from tests.helpers.slow import slow_but
 
 # Some random calls are such as torch warns of: they are right all the same.
 pytestmark = pytest.mark.filterwarnings(
@@ -65,7 +66,7 @@ def test_every_strategy(target: Any) -> None:
     check_all(target, 2, 2)
 
 
-@pytest.mark.parametrize("target", _POINTWISE, ids=str)
+@pytest.mark.parametrize("target", slow_but(_POINTWISE[::2], _POINTWISE), ids=str)
 def test_every_strategy_of_pointwise_operators(target: Any) -> None:
     check_all(target, 2, 1)
 

@@ -15,6 +15,7 @@ from sp_compiler import ArgumentError, UnsupportedError
 from sp_compiler.runtime.executor import Executor
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.recorded_graph import Pool, record_on_cpu
+from tests.helpers.slow import slow
 from tests.helpers.two_ranks import full
 from tests.models import zoo
 
@@ -108,6 +109,7 @@ def test_steps_have_the_same_bits_and_run_no_code(
     assert len(runs) == 6 + 2 + 1, "as it is, to warm up, and to record"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_whole_model(pools: list[Pool]) -> None:
     def step(module: Any, index: int) -> Tensor:
@@ -150,7 +152,7 @@ def test_each_size_is_recorded(pools: list[Pool]) -> None:
     assert _replays(pools) == [6, 6]
 
 
-@pytest.mark.parametrize("retain", [False, True])
+@pytest.mark.parametrize("retain", [slow(False), True])
 def test_calls_before_the_backward_of_another(retain: bool, pools: list[Pool]) -> None:
     """The second must not overwrite what the first one's backward reads."""
 
@@ -177,6 +179,7 @@ def test_a_call_without_a_backward_blocks_none(pools: list[Pool]) -> None:
     assert _replays(pools) == [12]
 
 
+@pytest.mark.slow
 def test_backward_from_other_outputs(pools: list[Pool]) -> None:
     """From the second output alone, which does not reach all parameters, and from both."""
 
@@ -256,6 +259,7 @@ def test_changed_parameters(pools: list[Pool]) -> None:
     assert len(pools) == 3
 
 
+@pytest.mark.slow
 def test_frozen_parameters_are_another_step(pools: list[Pool]) -> None:
     def step(module: Any, index: int) -> Tensor:
         module.get_parameter("inner.weight").requires_grad_(index % 2 == 0)

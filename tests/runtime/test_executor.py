@@ -22,6 +22,7 @@ from sp_compiler.runtime.region_call import RegionRunner
 from sp_compiler.verification.judge import unit_tangent
 from sp_compiler.verification.simulate import gather_check, scatter, simulated_ranks
 from tests.helpers.parity import compiled, make_case
+from tests.helpers.slow import slow
 from tests.models import zoo
 from tests.models.handmade import BlockCode, Model, handmade
 
@@ -171,7 +172,7 @@ def _alive() -> int:
     )
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("mode", [slow(torch.no_grad), torch.inference_mode])
 def test_nothing_is_kept_without_gradients(mode: Any) -> None:
     model, x = _model(), _input()
     before = _alive()

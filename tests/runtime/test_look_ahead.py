@@ -54,6 +54,7 @@ _SINGLE = ["recompute", "backward_rest"]
 _WHOLE = ["recompute", *["backward_ahead"] * (LAYERS - 1), "backward_rest"]
 
 
+@pytest.mark.slow
 def test_a_step_takes_its_planned_time(clock: Any, alone: Any, ahead: Any) -> None:
     exposed_us, grads = [], []
     for module in (alone, ahead):

@@ -16,6 +16,7 @@ import sp_compiler
 from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.runtime.parameter_gradients import deliver, local_tensor, parameter_edges
 from tests.helpers import users
+from tests.helpers.slow import slow
 
 
 def _one_of_two(test: Any) -> Any:
@@ -247,7 +248,7 @@ def test_what_waits_since_no_sync_is_not_returned() -> None:
 
 
 @_one_of_two
-@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("set_to_none", [True, slow(False)])
 def test_zero_grad_drops_what_waits_since_no_sync(set_to_none: bool) -> None:
     module, x = users.compiled(tp=2, sequence_parallel=False), users.batch()
     module(x)["loss"].backward()

@@ -120,6 +120,7 @@ def test_a_graph_that_writes_into_its_input_is_refused() -> None:
         change(torch.zeros(3))
 
 
+@pytest.mark.slow
 def test_modes(programs: list[CompiledProgram]) -> None:
     model, expected = counting_net(p=0.5), counting_net(p=0.5)
     compiled, ids = compiled_by_dynamo(model), random_ids()

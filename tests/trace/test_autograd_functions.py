@@ -22,6 +22,7 @@ from sp_compiler.planning.fallbacks import fallbacks
 from sp_compiler.trace import autograd_functions
 from sp_compiler.verification.simulate import simulate_step
 from tests.helpers.parity import SEED, gradient_error
+from tests.helpers.slow import slow
 
 _WIDTH = 32
 Call = Callable[[Tensor, Tensor], Tensor]
@@ -120,7 +121,7 @@ def _eager_grads(model: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tp", [slow(1), 2, slow(4)])
 @pytest.mark.parametrize("name", _CALLS)
 def test_its_backward_is_kept(name: str, tp: int, recompute: Any) -> None:
     model = _model(_CALLS[name])

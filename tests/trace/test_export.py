@@ -15,6 +15,7 @@ from sp_compiler.ir.fx import is_call
 from sp_compiler.ir.program import Ref
 from sp_compiler.trace.export import capture, flatten_inputs
 from sp_compiler.verification.reference import ReferenceResult, run_captured
+from tests.helpers.slow import slow
 from tests.models import architectures, zoo
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -63,7 +64,7 @@ def test_captured_zoo_equals_eager(name: str) -> None:
     assert largest_error(model, expected, loss) < 1e-14
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", pytest.param("t5", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["gpt2", "llama", slow("t5")])
 def test_lifted_casts_leave_float64_alone(name: str) -> None:
     model, kwargs = zoo.build(name), zoo.inputs(name)
     captured = capture(model, (), kwargs, lift_casts=True)
@@ -322,6 +323,7 @@ def test_hook_inside_the_model_is_refused(register: Callable[[nn.Module], Any]) 
         capture(model, (), zoo.inputs("plain"))
 
 
+@pytest.mark.slow
 def test_hooks_of_transformers_are_a_part_of_the_forward() -> None:
     """Mixtral's first call puts hooks on its layers, which collect the routers' logits."""
     size = architectures.AWKWARD

@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 from sp_compiler.passes.normalize import normalize
 from sp_compiler.trace.export import capture
 from tests.helpers import parity
+from tests.helpers.slow import slow
 from tests.models import zoo
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -89,7 +90,7 @@ def _with_another_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sp_compiler.trace.functionalize._is_simple", lambda node: False)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "vit", "encoder", "peft_llama"])
+@pytest.mark.parametrize("name", ["llama", *map(slow, ("gpt2", "vit", "encoder", "peft_llama"))])
 def test_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, kwargs = zoo.build(name, dropout=0.1), zoo.inputs(name)
     traced = _count_traces(monkeypatch)

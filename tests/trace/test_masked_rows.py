@@ -15,6 +15,7 @@ import sp_compiler
 from sp_compiler.base.errors import CaptureError
 from tests.helpers import parity
 from tests.helpers.normalized import captured_from, outputs, text
+from tests.helpers.slow import slow
 from tests.helpers.users import assert_same_gradients, num_compiled
 
 _X = torch.randn(3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -322,9 +323,7 @@ def _case(mix: Callable[..., Tensor]) -> tuple[parity.Case, Experts, Tensor]:
     return parity.make_case(copy.deepcopy(model), {"x": x}), model, x.detach().requires_grad_()
 
 
-@pytest.mark.parametrize(
-    "mix", [m if m in _FAST else pytest.param(m, marks=pytest.mark.slow) for m in MIXES]
-)
+@pytest.mark.parametrize("mix", [m if m in _FAST else slow(m) for m in MIXES])
 def test_mixtures_of_experts_by_token_index(mix: Callable[..., Tensor]) -> None:
     case, model, x = _case(mix)
     loss = model(x)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import sp_compiler
+from tests.helpers.slow import slow
 from tests.helpers.users import assert_same_gradients, batch, compiled, num_compiled
 
 WIDTH = 8
@@ -138,7 +139,7 @@ def test_nothing_of_the_head_is_recomputed_though_stored_tensors_come_behind_it(
     assert "head" in [tensor.name for tensor in head.kept]
 
 
-@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tp", [2, slow(4)])
 def test_stored_tensors_and_their_gradients_are_right_on_every_rank(tp: int) -> None:
     source = model()
     source.log.append(torch.tensor(-1.0))  # of an earlier call
@@ -233,17 +234,10 @@ def ring(self: Any, x: Tensor) -> Tensor:
     ("start", "change", "named"),
     [
         (lambda: None, memory, "state (None -> a tensor)"),
-        pytest.param(
-            lambda: torch.zeros(WIDTH).double(),
-            memory,
-            "state (a tensor -> a tensor)",
-            marks=pytest.mark.slow,
-        ),
+        slow(lambda: torch.zeros(WIDTH).double(), memory, "state (a tensor -> a tensor)"),
         (list, summed, "state (list of 0 -> list of 1)"),
         (lambda: 0.5, averaged, "state (0.5 -> 0.55)"),
-        pytest.param(
-            lambda: [None, None], ring, "state (list of 2 -> list of 2)", marks=pytest.mark.slow
-        ),
+        slow(lambda: [None, None], ring, "state (list of 2 -> list of 2)"),
     ],
 )
 def test_state_that_a_program_cannot_carry_on_is_named_once(

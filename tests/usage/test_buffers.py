@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.helpers.slow import slow
 from tests.helpers.users import assert_same_gradients, batch, compiled
 
 
@@ -191,7 +192,7 @@ def _return_the_old_one(module: Any, mean: Tensor) -> Tensor:
     return part
 
 
-@pytest.mark.parametrize("kind", [_Setting, _Nested])
+@pytest.mark.parametrize("kind", [slow(_Setting), _Nested])
 @pytest.mark.parametrize("change", [_set_twice, _exchange, _return_the_old_one])
 def test_buffers_that_forward_sets(kind: Any, change: Callable[[Any, Tensor], Any]) -> None:
     module: Any = compiled(lambda: _build(lambda: kind(change)))

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import sp_compiler
+from tests.helpers.slow import slow
 from tests.helpers.users import assert_same_gradients, batch, compiled, gradients, net
 from tests.models import zoo
 
@@ -21,7 +22,7 @@ def _y(module: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("p", [0.0, 0.4])
+@pytest.mark.parametrize("p", [slow(0.0), 0.4])
 def test_an_outer_checkpoint_gives_the_same_gradients(use_reentrant: bool, p: float) -> None:
     """The re-run draws the same masks: torch restores its CPU generator, which seeds them."""
     found = []
@@ -47,6 +48,7 @@ def _set_flag(model: Any) -> None:
         model.gradient_checkpointing_enable()
 
 
+@pytest.mark.slow
 def test_flags_on_the_model_are_ignored_and_said_once() -> None:
     model = zoo.build("gpt2", layers=1)
     _set_flag(model)

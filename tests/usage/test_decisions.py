@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.helpers.slow import slow_but
 from tests.helpers.users import WIDTH, assert_same_gradients, batch, compiled, num_compiled
 
 
@@ -190,7 +191,7 @@ class Placed(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:every size of the inputs")  # as_strided
-@pytest.mark.parametrize("case", LAYOUTS)
+@pytest.mark.parametrize("case", slow_but(("a branch on a view", "by place"), LAYOUTS))
 def test_layouts_of_inputs(case: str) -> None:
     eager = Placed(LAYOUTS[case])
     module = compiled(lambda: copy.deepcopy(eager))

@@ -166,6 +166,7 @@ def test_a_part_of_the_model_from_a_checkpoint(tmp_path: Path) -> None:
         module.load_pretrained(tmp_path / "0")
 
 
+@pytest.mark.slow
 def test_an_encoder_on_meta_inside_of_a_wrapper_with_weights_of_its_own(tmp_path: Path) -> None:
     pretrained, model = zoo.build("bert", dtype=torch.float32), _Classifier()
     zoo.randomise(pretrained, 3)

@@ -25,6 +25,7 @@ from sp_compiler.pass_manager.stages import graphs_of
 from sp_compiler.passes.memory.tag_program import TaggedProgram
 from sp_compiler.verification import verify as verification
 from sp_compiler.verification.verify import VerifyReport, verify
+from tests.helpers.slow import slow_but
 
 aten = torch.ops.aten
 
@@ -140,15 +141,12 @@ def _verify(**options: Any) -> VerifyReport:
 
 
 _right = functools.cache(_built)
-_FAST = (Pass.SIMPLIFY, Pass.SPLIT_BACKWARD, Pass.ASYNC_TP)
+_FAST = (Pass.SIMPLIFY, Pass.SPLIT_BACKWARD)
 # Simulated ranks have one batch, and exchange no rows: verify refuses an axis "ep".
 _VERIFIED = [name for name in Pass if name != Pass.EXPERT_PARALLEL]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in _FAST else pytest.mark.slow) for name in _VERIFIED],
-)
+@pytest.mark.parametrize("name", slow_but(_FAST, _VERIFIED))
 def test_the_pass_is_named(name: Pass, monkeypatch: pytest.MonkeyPatch) -> None:
     options = OPTIONS.get(name, {})
     right = _right(**options)

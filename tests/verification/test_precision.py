@@ -17,6 +17,7 @@ from sp_compiler.options import CompileOptions
 from sp_compiler.passes.sharding.rewrite import RegionLowering
 from sp_compiler.verification import simulate
 from sp_compiler.verification.precision import NothingDropped, OtherRounding, Remembered, in_float64
+from tests.helpers.slow import slow
 
 aten = torch.ops.aten
 
@@ -167,7 +168,7 @@ class Attention(nn.Module):
         return (scores.softmax(-1).to(v.dtype) @ v).float().square().mean()
 
 
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("fused", [True, slow(False)])
 def test_a_wrong_mask(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = Attention(fused).bfloat16()
@@ -205,7 +206,7 @@ class Norms(nn.Module):
         return torch.rms_norm(x * 1e-3, (16,)).square().mean() + x.sum()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [slow(torch.float32), torch.bfloat16])
 def test_the_default_eps_is_that_of_the_models_dtype(dtype: torch.dtype) -> None:
     """Beside rows this small it is a large number, and another one in float64."""
     torch.manual_seed(0)

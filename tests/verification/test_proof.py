@@ -25,6 +25,7 @@ from sp_compiler.verification import judge, proof
 from sp_compiler.verification.proof import prove, prove_rules
 from sp_compiler.verification.verify import Step
 from tests.helpers.ranks import run_on_ranks
+from tests.helpers.slow import slow
 from tests.models import zoo
 
 aten = torch.ops.aten
@@ -41,9 +42,7 @@ def _prove(model: nn.Module, kwargs: dict[str, Any], open_dims: bool = False) ->
     assert compiled.unsharded is None
 
 
-@pytest.mark.parametrize(
-    ("open_dims", "device"), [(False, "cpu"), pytest.param(True, "meta", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("open_dims", "device"), [(False, "cpu"), slow(True, "meta")])
 def test_right_programs_pass(open_dims: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def measured() -> None:
         pytest.fail("two more runs of everything for noise floors, which only wrong programs need")
@@ -63,6 +62,7 @@ def test_parameters_without_memory_are_left_alone() -> None:
         assert torch.equal(value, before[name])
 
 
+@pytest.mark.slow
 def test_a_layer_that_was_merged_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Single blocks are right, the model is not: two layers differ in one constant."""
     original = compiler.outline
@@ -82,6 +82,7 @@ def test_a_layer_that_was_merged_wrongly(monkeypatch: pytest.MonkeyPatch) -> Non
     assert refused.value.pass_name == "outline"
 
 
+@pytest.mark.slow
 def test_a_wrong_printer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(expressions.INFIX, aten.add.Tensor, "-")
     with pytest.raises(PassError) as refused:
@@ -131,11 +132,10 @@ def _prove_wrong(name: str, region: str, function: str, result: int | None = Non
     ("region", "function"),
     [
         ("Epilogue", "backward"),
-        ("Epilogue", "loss_backward"),
-        ("LlamaDecoderLayer", "backward_ahead"),
+        slow("Epilogue", "loss_backward"),
         *[
-            pytest.param("LlamaDecoderLayer", each, marks=pytest.mark.slow)
-            for each in ("backward", "recompute", "backward_rest")
+            slow("LlamaDecoderLayer", each)
+            for each in ("backward", "recompute", "backward_rest", "backward_ahead")
         ],
     ],
 )
@@ -344,7 +344,9 @@ class _Triple(nn.Module):
         return self.linear(x) * 3
 
 
-@pytest.mark.parametrize("early", [True, False], ids=["with example_inputs", "at the first call"])
+@pytest.mark.parametrize(
+    "early", [slow(True), False], ids=["with example_inputs", "at the first call"]
+)
 def test_compile_refuses_before_the_first_step(early: bool) -> None:
     """Only where it was asked to: without ``verify`` the wrong pass is taken at its word."""
     model, x = _Triple(), torch.ones(2, 4)

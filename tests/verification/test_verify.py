@@ -28,6 +28,7 @@ from sp_compiler.verification import verify as verification
 from sp_compiler.verification.simulate import SimulatedStep, simulate_step
 from sp_compiler.verification.verify import VerifyReport, verify
 from tests.helpers.ranks import run_on_ranks
+from tests.helpers.slow import slow
 from tests.models import zoo
 
 aten = torch.ops.aten
@@ -45,10 +46,10 @@ def _verify(name: str, p: float = 0.0, seq: int = 12, tp: int = 2, **options: An
 @pytest.mark.parametrize(
     ("name", "p", "seq", "options"),
     [
-        ("plain", 0.1, 12, {}),
+        slow("plain", 0.1, 12, {}),
         ("plain", 0.1, 13, {"dropout": "stored", "recompute": "none"}),  # padded rows
         ("plain_logits", 0.0, 12, {"sequence_parallel": False, "recompute": "full"}),
-        pytest.param("gpt2", 0.1, 12, {"recompute": "attention"}, marks=pytest.mark.slow),
+        slow("gpt2", 0.1, 12, {"recompute": "attention"}),
     ],
 )
 def test_right_models_pass(name: str, p: float, seq: int, options: dict[str, Any]) -> None:
@@ -75,7 +76,7 @@ def test_right_models_of_other_kinds_pass(name: str) -> None:
     assert report.ok, str(report)
 
 
-@pytest.mark.parametrize("argument", [{}, {"use_cache": True}])
+@pytest.mark.parametrize("argument", [{}, slow({"use_cache": True})])
 def test_a_model_that_would_return_a_cache(argument: dict[str, bool]) -> None:
     """As HuggingFace's are by default: the cache is left out on both sides, and that is said."""
     model = zoo.build("gpt2", layers=1, dtype=torch.float32)
@@ -141,6 +142,7 @@ def test_model_and_randomness_are_left_as_they_were() -> None:
     assert not dist.is_initialized()
 
 
+@pytest.mark.slow
 def test_beside_a_default_group_of_another_size() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -274,6 +276,7 @@ def test_gradients_are_those_of_the_loss() -> None:
     assert not model.ok
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_broken_gelu")
 def test_a_broken_simplification_is_found() -> None:
     report = _verify("plain")

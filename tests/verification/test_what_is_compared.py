@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.verification.verify import verify
+from tests.helpers.slow import slow
 
 
 class _Averages(nn.Module):
@@ -44,7 +45,7 @@ def _changing(constant: float) -> Callable[[torch.fx.GraphModule], int]:
     return changed
 
 
-@pytest.mark.parametrize(("constant", "name"), [(0.75, "mean"), (0.5, "latest")])
+@pytest.mark.parametrize(("constant", "name"), [(0.75, "mean"), slow(0.5, "latest")])
 def test_a_buffer_that_is_written_wrongly(constant: float, name: str) -> None:
     """Neither the loss nor a gradient shows it: it comes out in another step."""
     example: Any = ((torch.randn(2, 4, 8),), {})

@@ -26,6 +26,7 @@ from sp_compiler.runtime.executor import Executor
 from sp_compiler.runtime.recorder import Recorder
 from sp_compiler.verification.verify import verify
 from tests.helpers import parity
+from tests.helpers.slow import slow
 from tests.models import zoo
 
 
@@ -80,7 +81,7 @@ def _budgets(name: str, tp: int, count: int) -> list[int]:
 _MODELS = [
     pytest.param("plain", 1, 3),
     *(
-        pytest.param(name, 2, count, marks=pytest.mark.slow)
+        slow(name, 2, count)
         # The least budget of Mixtral counts on an order of backward that lies below the given one.
         for name, count in (("plain", 5), ("llama", 3), ("mixtral", 3))
     ),
@@ -104,7 +105,7 @@ def test_a_smaller_budget_has_no_larger_peak_and_takes_no_less_time(
     assert plans[-1].step_us <= fastest
 
 
-@pytest.mark.parametrize("name", ["plain", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["plain", slow("llama")])
 def test_planned_is_what_is_kept(name: str) -> None:
     found = _case(name)
     for budget in _budgets(name, 1, 3):
@@ -121,10 +122,10 @@ def test_planned_is_what_is_kept(name: str) -> None:
         assert recorder.alive_bytes(excluding=tensors) == step_memory(program).kept_bytes
 
 
-@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tp", [1, slow(2)])
 @pytest.mark.parametrize(
     "name",
-    ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "llama"))],
+    ["plain", *map(slow, ("gpt2", "llama"))],
 )
 def test_dropout_is_exact_at_every_budget(name: str, tp: int) -> None:
     """Gradients with dropout on are those without recomputation."""
@@ -236,7 +237,7 @@ class _Layers(nn.Module):
         return states
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [slow(1), 2])
 def test_values_of_repeated_blocks_that_the_model_returns(tp: int) -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 6, 8, dtype=torch.float64, requires_grad=True)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from sp_compiler.ir.text import render
 from tests.helpers import parity
+from tests.helpers.slow import slow
 
 
 class _Model(nn.Module):
@@ -28,7 +29,7 @@ class _Model(nn.Module):
         return self.after(self.form(state, x[:, 0, :4])).square().sum()
 
 
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("bias", [True, slow(False)])
 def test_values_and_gradients(bias: bool) -> None:
     """Numbers of eager on one device, and of ranks that have some of the gates and outputs."""
     torch.manual_seed(0)

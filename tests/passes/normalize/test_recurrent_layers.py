@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from sp_compiler.ir.text import render
 from sp_compiler.passes.normalize import normalize
 from sp_compiler.trace.export import capture
+from tests.helpers.slow import slow_but
 from tests.helpers.users import batch, compiled, gradients
 
 KINDS: dict[str, Callable[[float], nn.RNNBase]] = {
@@ -41,13 +42,7 @@ def _model(kind: str, p: float) -> _Model:
     return _Model(kind, p).double()
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=() if kind in ("lstm", "rnn") else pytest.mark.slow)
-        for kind in KINDS
-    ],
-)
+@pytest.mark.parametrize("kind", slow_but(("lstm", "rnn"), KINDS))
 def test_without_a_drop_it_is_the_operator_itself(kind: str) -> None:
     """All but never dropped: of one number in 10**300 none is, and the layers are apart."""
     rare, never = compiled(lambda: _model(kind, 1e-300)), _model(kind, 0.0)

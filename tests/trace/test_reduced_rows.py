@@ -16,6 +16,11 @@ _X = torch.randn(2, 5, 3, dtype=torch.float64, generator=torch.Generator().manua
 _P = torch.randn(2, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 _Function = Callable[[Tensor, Tensor], Tensor]
 
+
+def _classes(x: Tensor) -> Tensor:
+    return x.detach()[..., 0].gt(0).long() + x.detach()[..., 1].gt(0).long()
+
+
 REDUCTIONS: dict[str, _Function] = {
     "sum": lambda x, m: x[m].sum(),
     "sum over rows": lambda x, m: x[m].square().sum(0),
@@ -38,6 +43,20 @@ REDUCTIONS: dict[str, _Function] = {
     "binary cross entropy": lambda x, m: F.binary_cross_entropy_with_logits(
         x[m], x[m].detach().sigmoid(), pos_weight=x.detach()[0, 0].exp()
     ),
+    "cross entropy": lambda x, m: F.cross_entropy(x[m], _classes(x)[m]),
+    "cross entropy with weights, of some classes": lambda x, m: F.cross_entropy(
+        x[m], _classes(x)[m], x.detach()[0, 0].exp(), ignore_index=1, label_smoothing=0.1
+    ),
+    "cross entropy one by one": lambda x, m: (
+        F.cross_entropy(x[m], _classes(x)[m], reduction="none") * x[m].square().sum(-1)
+    ).mean(),
+    "cross entropy by places": lambda x, m: F.cross_entropy(
+        x.flatten(0, 1)[torch.where(m.flatten())[0]],
+        _classes(x).flatten()[torch.where(m.flatten())[0]],
+        reduction="sum",
+    ),
+    "cross entropy of no row": lambda x, m: F.cross_entropy(x[m & ~m], _classes(x)[m & ~m]),
+    "likelihood": lambda x, m: F.nll_loss(x[m].log_softmax(-1), _classes(x)[m]),
 }
 
 
@@ -75,6 +94,18 @@ NEAR_MISSES: dict[str, tuple[_Function, str]] = {
     "the largest": (lambda x, m: x[m].amax(), "not computed row by row"),
     "a product": (lambda x, m: x[m].prod(), "not computed row by row"),
     "a sum of what lies in front": (lambda x, m: x[:, m[0]].sum(0).sum(), "row by row"),
+    "classes of another mask": (
+        lambda x, m: F.cross_entropy(x[m], _classes(x)[m & (x[..., 0] > -9)]),
+        "those of another mask",
+    ),
+    "classes of no rows": (
+        lambda x, m: F.cross_entropy(x[m], _classes(x)[0][: x[m].shape[0]]),
+        "what is no row",
+    ),
+    "classes in dim 1 of three": (
+        lambda x, m: F.cross_entropy(x[None][:, m].mT, _classes(x)[m][None]),
+        "numbers in a tensor",
+    ),
     "their number": (lambda x, m: x[m].sum() / x[m].shape[0], "numbers in a tensor"),
 }
 

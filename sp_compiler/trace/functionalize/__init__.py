@@ -11,9 +11,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._decomp import decomposition_table
 from torch._export.utils import _get_decomp_for_cia, _is_preservable_cia_op
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
@@ -80,7 +82,11 @@ def _decomposed(exported: ExportedProgram, table: dict[Any, Any]) -> ExportedPro
     """
     _erase_twins(exported)
     _rename_state(exported, _STATE.__add__)
-    exported = exported.run_decompositions(table)
+    # torch internals: decomposition_table. The decomposition of this loss asks whether there are
+    # rows at all, which is unknown of those that a mask chooses; its kernels do not.
+    with mock.patch.dict(decomposition_table):
+        decomposition_table.pop(_aten.nll_loss.default, None)
+        exported = exported.run_decompositions(table)
     _rename_state(exported, lambda name: name.removeprefix(_STATE))
     return exported
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from sp_compiler.ir.fx import arguments, shape_of
 from sp_compiler.ir.symbolic import same_shape
-from sp_compiler.trace.masked_rows.rows import Declined, RowValues
+from sp_compiler.trace.masked_rows.rows import Declined, Rows, RowValues
 
 _aten = torch.ops.aten
 _SUMS = (_aten.sum.default, _aten.sum.dim_IntList)
@@ -18,6 +19,9 @@ _MEANS = (_aten.mean.default, _aten.mean.dim)
 _OF_PAIRS = (
     _aten.mse_loss.default, _aten.l1_loss.default, _aten.smooth_l1_loss.default,
     _aten.huber_loss.default, _aten.binary_cross_entropy_with_logits.default,
+)  # fmt: skip
+_OF_CLASSES = (
+    _aten.cross_entropy_loss.default, _aten.nll_loss_nd.default, _aten.nll_loss.default,
 )  # fmt: skip
 _NONE, _MEAN = 0, 1  # of the argument ``reduction``
 
@@ -27,6 +31,8 @@ class Reductions:
 
         x[mask].mean()              -->  where(mask, x, 0).sum() / mask.sum()
         mse_loss(x[mask], y[mask])  -->  where(mask, mse_loss(x, y, "none"), 0).sum() / mask.sum()
+        cross_entropy(x[mask], y[mask])
+                                    -->  cross_entropy(x, where(mask, y, ignore_index))
 
     The number of rows may be zero: then means are NaN and gradients zero, as in the model.
 
@@ -42,6 +48,8 @@ class Reductions:
         target, bound = node.target, arguments(node) if _is_reduction(node) else {}
         if target is _aten.broadcast_tensors.default:
             return self._not_broadcast(node)
+        if target in _OF_CLASSES:
+            return self._of_classes(node, bound)
         if target in _OF_PAIRS and bound["reduction"] != _NONE:
             self._finish(node, self._pairs(node, bound))
         elif target in (*_SUMS, *_MEANS):
@@ -110,13 +118,40 @@ class Reductions:
         tensors = [bound["self"], bound["target"]]
         if any(len(shape_of(each)) != len(shape_of(x)) for each in tensors):
             raise Declined("they are combined with what is no row")
-        names = [argument.name for argument in node.target._schema.arguments]
-        given = [_NONE if name == "reduction" else bound[name] for name in names]
-        single = self._values.call(node.target, *given)
+        single = self._values.call(node.target, *({**bound, "reduction": _NONE}).values())
         single.meta["val"] = x.meta["val"]
         self._values.rows[single] = self._values.pointwise(single, self._values.rows.__getitem__)
         dims = range(len(shape_of(x)))
         return self._reduced(node, single, dims, mean=bound["reduction"] == _MEAN)
+
+    def _of_classes(self, node: Node, bound: Mapping[str, Any]) -> bool:
+        """A loss of one class of each row, which leaves out those of ``ignore_index``."""
+        values, (x, target) = self._values, (bound["self"], bound["target"])
+        if not {x, target} <= values.rows.keys() or bound["weight"] in values.rows:
+            raise Declined("they are combined with what is no row")
+        rows, places = values.rows[x], values.rows[target]
+        if places.mask is not rows.mask:
+            raise Declined("they are mixed with those of another mask")
+        if len(shape_of(x)) != 2 or rows.dim or len(shape_of(target)) != 1:
+            raise Declined("their classes are not in the dim behind them")
+        sizes = shape_of(rows.mask)
+        every = tuple(range(len(sizes)))
+        # In one dim, for dim 1 of the operand has the classes. What the mask leaves out is ignored
+        # in a mean and in its divisor.
+        scores = values.widened(rows, every, 1, x)
+        scores = values.call(_aten.reshape.default, scores, [-1, shape_of(x)[1]])
+        wanted = values.widened(places, every, 0, target)
+        hit = values.hit(rows.mask, every, 0)
+        wanted = values.call(_aten.where.ScalarOther, hit, wanted, bound["ignore_index"])
+        wanted = values.call(_aten.reshape.default, wanted, [-1])
+        given = {**bound, "self": scores, "target": wanted}
+        loss = values.call(node.target, *given.values())
+        if bound["reduction"] == _NONE:
+            loss = values.call(_aten.reshape.default, loss, sizes)
+            values.rows[node] = Rows(rows.mask, loss, 0, every)
+        else:
+            self._finish(node, loss)
+        return True
 
     def _finish(self, node: Node, result: Node) -> None:
         result.meta["val"] = node.meta["val"]
@@ -124,4 +159,4 @@ class Reductions:
 
 
 def _is_reduction(node: Node) -> bool:
-    return node.target in (*_SUMS, *_MEANS, *_OF_PAIRS)
+    return node.target in (*_SUMS, *_MEANS, *_OF_PAIRS, *_OF_CLASSES)

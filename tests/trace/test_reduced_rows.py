@@ -56,6 +56,17 @@ REDUCTIONS: dict[str, _Function] = {
         reduction="sum",
     ),
     "cross entropy of no row": lambda x, m: F.cross_entropy(x[m & ~m], _classes(x)[m & ~m]),
+    "likelihood of each row's class": lambda x, m: (
+        -x[m].log_softmax(-1).gather(-1, _classes(x)[m][:, None]).mean()
+    ),
+    "score of a place": lambda x, m: (
+        x[m].gather(1, torch.where(m)[1].clamp(max=2)[:, None].expand(-1, 2)).square().sum()
+    ),
+    "selected numbers": lambda x, m: x.square().masked_select(m[..., None]).mean(),
+    "selected of one row": lambda x, m: x[0, 0].masked_select(m[..., None]).sum(),
+    "cross entropy of probabilities": lambda x, m: F.binary_cross_entropy(
+        x[m].sigmoid(), x[m].detach().cos().square()
+    ),
     "likelihood": lambda x, m: F.nll_loss(x[m].log_softmax(-1), _classes(x)[m]),
 }
 
@@ -105,6 +116,10 @@ NEAR_MISSES: dict[str, tuple[_Function, str]] = {
     "classes in dim 1 of three": (
         lambda x, m: F.cross_entropy(x[None][:, m].mT, _classes(x)[m][None]),
         "numbers in a tensor",
+    ),
+    "a place among rows": (
+        lambda x, m: x[m].gather(0, _classes(x)[m][:, None]).sum(),
+        "combined with each other",
     ),
     "their number": (lambda x, m: x[m].sum() / x[m].shape[0], "numbers in a tensor"),
 }

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -84,6 +84,7 @@ class _Rewrite:
         self._places: dict[Node, Node] = {}  # results of ``where`` and ``nonzero`` to their mask
         self._numbers: dict[Node, int] = {}
         self._masks: dict[int, Node] = {}  # the first mask of each number
+        self._expanded: dict[tuple[Node, tuple[Any, ...]], Node] = {}  # by mask and shape
 
     def run(self) -> None:
         for node in list(self._values.graph.nodes):
@@ -110,6 +111,8 @@ class _Rewrite:
             self._visit_places(node)
         elif target is _aten.index.Tensor or target is _aten.index_select.default:
             self._gather(node)
+        elif target is _aten.masked_select.default:
+            self._select(node)
         elif any(operand in self._values.rows for operand in node.all_input_nodes):
             if target in SINKS:
                 self._put_back(node)
@@ -174,6 +177,25 @@ class _Rewrite:
         rows = self._taken(x, first, [self._values.rows[index] for index in chosen])
         self._values.rows[node] = self._entered(rows, node)
 
+    def _select(self, node: Node) -> None:
+        """``masked_select(x, mask)``: single numbers are the rows."""
+        x, mask = node.args
+        assert isinstance(x, Node)
+        assert isinstance(mask, Node)
+        if x in self._values.rows or mask in self._values.rows:
+            raise Declined("rows are taken out of them")
+        mask, shape = self._known_mask(mask), torch.broadcast_shapes(shape_of(x), shape_of(mask))
+        mask = self._expanded.setdefault((mask, shape), self._expand(mask, shape))
+        rows = Rows(mask, self._expand(x, shape), 0, tuple(range(len(shape))))
+        self._values.rows[node] = self._entered(rows, node)
+
+    def _expand(self, x: Node, shape: tuple[Any, ...]) -> Node:
+        if same_shape(shape_of(x), shape):
+            return x
+        expanded = self._values.call(_aten.expand.default, x, list(shape))
+        expanded.meta["val"] = x.meta["val"].expand(shape)
+        return expanded
+
     def _entered(self, rows: Rows, node: Node) -> Rows:
         """Rows with zeros where the mask selects none, because these values may not be finite."""
         # Their gradient is zero, but a product would give a parameter zero times NaN.
@@ -215,9 +237,15 @@ class _Rewrite:
         if is_pointwise(node):
             return self._values.pointwise(node, self._values.rows.__getitem__)
         others = [other for other in node.all_input_nodes if other is not x]
+        if target is _aten.gather.default and {x, *others} <= self._values.rows.keys():
+            return self._looked_up(node, bound)
         if x not in self._values.rows or any(other in self._values.rows for other in others):
             raise Declined("they are combined with each other")
-        rows, rank = self._values.rows[x], len(shape_of(x))
+        return self._row_by_row(node, x, bound)
+
+    def _row_by_row(self, node: Node, x: Node, bound: Mapping[str, Any]) -> Rows:
+        """The rows of ``node``, each of which is computed from one row of ``x``."""
+        target, rows, rank = node.target, self._values.rows[x], len(shape_of(x))
         right = rank - rows.dim - 1  # dims behind the rows
         if target in _PRODUCTS and right and (target is _aten.linear.default or rank == 2):
             product = target if target is _aten.linear.default else _aten.matmul.default
@@ -234,6 +262,27 @@ class _Rewrite:
                 given = {**bound, "self": rows.node, "dim": dim - rank}
                 return replace(rows, node=self._values.call(target, *given.values()))
         raise Declined("they are not computed row by row")
+
+    def _looked_up(self, node: Node, bound: Mapping[str, Any]) -> Rows:
+        """``gather(x, dim, index)`` of rows of both, such as the score of each row's class."""
+        operands = [self._values.rows[bound[name]] for name in ("self", "index")]
+        (x, index), rank = operands, len(shape_of(node))
+        dim, right = bound["dim"] % rank, rank - x.dim - 1
+        if x.mask is not index.mask or x.dim != index.dim or dim <= x.dim:
+            raise Declined("they are combined with each other")
+        axes = union(operands)
+        sizes = [shape_of(x.mask)[axis] for axis in axes]
+        wide = []
+        for rows, name in zip(operands, ("self", "index"), strict=True):
+            given = shape_of(bound[name])
+            every = self._values.widened(rows, axes, right, bound[name])
+            shape = [*given[: x.dim], *sizes, *given[x.dim + 1 :]]
+            wide.append(self._values.call(_aten.expand.default, every, shape))
+        # Places of rows that are left out may be out of range.
+        hit = self._values.hit(x.mask, axes, right)
+        places = self._values.call(_aten.where.ScalarOther, hit, wide[1], 0)
+        every = self._values.call(_aten.gather.default, wide[0], dim - rank, places)
+        return Rows(x.mask, every, x.dim, axes)
 
     def _reshaped(self, node: Node, rows: Rows) -> Rows:
         """A view that keeps the rows as a separate dim."""

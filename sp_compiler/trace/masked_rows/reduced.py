@@ -18,7 +18,8 @@ _SUMS = (_aten.sum.default, _aten.sum.dim_IntList)
 _MEANS = (_aten.mean.default, _aten.mean.dim)
 _OF_PAIRS = (
     _aten.mse_loss.default, _aten.l1_loss.default, _aten.smooth_l1_loss.default,
-    _aten.huber_loss.default, _aten.binary_cross_entropy_with_logits.default,
+    _aten.huber_loss.default, _aten.binary_cross_entropy.default,
+    _aten.binary_cross_entropy_with_logits.default,
 )  # fmt: skip
 _OF_CLASSES = (
     _aten.cross_entropy_loss.default, _aten.nll_loss_nd.default, _aten.nll_loss.default,

@@ -21,14 +21,14 @@ _aten = torch.ops.aten
 # those would be 0 times infinity.
 _FINITE = frozenset(
     {
-        "_to_copy", "abs", "add", "alias", "binary_cross_entropy_with_logits", "bitwise_and",
-        "bitwise_not", "bitwise_or", "celu", "clamp", "clamp_max", "clamp_min", "clone", "cos",
-        "detach", "dropout", "elu", "eq", "erf", "floor_divide", "ge", "gelu", "gt",
-        "hardsigmoid", "hardswish", "hardtanh", "huber_loss", "l1_loss", "le", "leaky_relu",
-        "lerp", "log_sigmoid_forward", "logical_and", "logical_not", "logical_or", "lt",
-        "maximum", "minimum", "mish", "mse_loss", "mul", "ne", "neg", "prelu", "relu", "relu6",
-        "rsub", "selu", "sigmoid", "sign", "silu", "sin", "smooth_l1_loss", "softplus", "square",
-        "sub", "tanh", "threshold", "where",
+        "_to_copy", "abs", "add", "alias", "binary_cross_entropy",
+        "binary_cross_entropy_with_logits", "bitwise_and", "bitwise_not", "bitwise_or", "celu",
+        "clamp", "clamp_max", "clamp_min", "clone", "cos", "detach", "dropout", "elu", "eq", "erf",
+        "floor_divide", "ge", "gelu", "gt", "hardsigmoid", "hardswish", "hardtanh", "huber_loss",
+        "l1_loss", "le", "leaky_relu", "lerp", "log_sigmoid_forward", "logical_and", "logical_not",
+        "logical_or", "lt", "maximum", "minimum", "mish", "mse_loss", "mul", "ne", "neg", "prelu",
+        "relu", "relu6", "rsub", "selu", "sigmoid", "sign", "silu", "sin", "smooth_l1_loss",
+        "softplus", "square", "sub", "tanh", "threshold", "where",
     }
 )  # fmt: skip
 

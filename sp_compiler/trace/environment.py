@@ -333,7 +333,7 @@ def capture_error(
     advice = "the model's forward must run as it is on these inputs; run it once without compiling"
     # Torch 2.11 gets as far as comparing such an object with a constant.
     unknown_class = ("register a pytree", "register_dataclass", "unhashable type")
-    if isinstance(error, DynamicOutputShapeException):  # ctc_loss, lstsq
+    if isinstance(error, DynamicOutputShapeException):  # lstsq
         text = f"the size of a result of {error.func} depends on the numbers in a tensor"
         advice = "let the model return the operands, and call this operator outside of forward"
     if ".numpy()" in text:

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from sp_compiler.base.decisions import MODES
 from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.base.warn import in_library, is_library, user_line, warn
+from sp_compiler.ops.alignments import CTC_LOSS
 
 
 @contextlib.contextmanager
@@ -77,6 +78,7 @@ def patched_tracers() -> Iterator[None]:
         modules_left_as_they_are(),
         plain_index_under_vmap(),
         derivatives_refused(),
+        alignments_kept(),
     ):
         yield
 
@@ -117,6 +119,38 @@ def derivatives_refused() -> Iterator[None]:
         mock.patch.object(eager_transforms, "grad_increment_nesting", refuse),
         mock.patch.object(eager_transforms, "jvp_increment_nesting", refuse),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def alignments_kept() -> Iterator[None]:
+    """Let ``ctc_loss`` be an operator of ours: that of torch has a result of unknown size."""
+
+    def ctc_loss(
+        log_probs: Tensor,
+        targets: Tensor,
+        input_lengths: Tensor | Sequence[int],
+        target_lengths: Tensor | Sequence[int],
+        blank: int = 0,
+        reduction: int = 1,
+        zero_infinity: bool = False,
+    ) -> Tensor:
+        # As torch does: float32 under autocast, one sequence without a dim for the batch.
+        if torch.is_autocast_enabled(log_probs.device.type) and log_probs.dtype.itemsize < 4:
+            log_probs = log_probs.float()
+        is_batch = log_probs.dim() == 3
+        given = input_lengths, target_lengths
+        lengths = [torch.as_tensor(each, device=targets.device).reshape(-1) for each in given]
+        scores = log_probs if is_batch else log_probs.unsqueeze(1)
+        losses = CTC_LOSS.overload(scores, targets, *lengths, blank, zero_infinity, 1)
+        if reduction == 1:
+            return (losses / lengths[1].clamp(min=1)).mean()
+        if reduction == 2:
+            return losses.sum()
+        return losses if is_batch else losses.squeeze(0)
+
+    # torch internals: torch.ctc_loss, which F.ctc_loss calls.
+    with mock.patch.object(torch, "ctc_loss", ctc_loss):
         yield
 
 

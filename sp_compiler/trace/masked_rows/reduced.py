@@ -11,6 +11,7 @@ from torch.fx import Node
 
 from sp_compiler.ir.fx import arguments, shape_of
 from sp_compiler.ir.symbolic import same_shape
+from sp_compiler.ops.alignments import CTC_LOSS
 from sp_compiler.trace.masked_rows.rows import Declined, Rows, RowValues
 
 _aten = torch.ops.aten
@@ -51,6 +52,8 @@ class Reductions:
             return self._not_broadcast(node)
         if target in _OF_CLASSES:
             return self._of_classes(node, bound)
+        if target is CTC_LOSS.overload:
+            return self._of_alignments(node, bound)
         if target in _OF_PAIRS and bound["reduction"] != _NONE:
             self._finish(node, self._pairs(node, bound))
         elif target in (*_SUMS, *_MEANS):
@@ -154,10 +157,28 @@ class Reductions:
             self._finish(node, loss)
         return True
 
+    def _of_alignments(self, node: Node, bound: Mapping[str, Any]) -> bool:
+        """A loss whose targets are chosen labels, one sequence behind the other."""
+        values, targets = self._values, bound["targets"]
+        if [x for x in node.all_input_nodes if x in values.rows] != [targets]:
+            raise Declined("they are combined with each other")
+        mask = values.rows[targets].mask
+        every = tuple(range(len(shape_of(mask))))
+        labels = values.widened(values.rows[targets], every, 0, targets)
+        labels = values.call(_aten.reshape.default, labels, [-1])
+        left_out = values.call(_aten.logical_not.default, values.hit(mask, every, 0))
+        left_out = values.call(_aten.reshape.default, left_out, [-1])
+        # In front of those that are left out, in their order: the loss takes what its lengths say.
+        order = values.call(_aten.argsort.stable, left_out, stable=True)
+        labels = values.call(_aten.index.Tensor, labels, [order])
+        given = {**bound, "targets": labels}
+        self._finish(node, values.call(node.target, *given.values()))
+        return True
+
     def _finish(self, node: Node, result: Node) -> None:
         result.meta["val"] = node.meta["val"]
         node.replace_all_uses_with(result)
 
 
 def _is_reduction(node: Node) -> bool:
-    return node.target in (*_SUMS, *_MEANS, *_OF_PAIRS, *_OF_CLASSES)
+    return node.target in (*_SUMS, *_MEANS, *_OF_PAIRS, *_OF_CLASSES, CTC_LOSS.overload)

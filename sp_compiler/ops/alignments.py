@@ -1,0 +1,132 @@
+"""Losses over all alignments of a sequence with a shorter one (connectionist temporal
+classification, Graves et al. 2006).
+
+PyTorch's operator returns, beside the losses, a table for its backward whose size only the lengths
+tell, which no graph can hold. This one returns the losses alone, and its backward fills the table
+again: T x N x (2 S + 1) additions, next to nothing beside the model in front of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sp_compiler.base.placement import I
+from sp_compiler.ops.communicator import Communicator
+from sp_compiler.ops.registry import Arguments, Gradient, Operator, Typing, register
+
+_aten, _sp = torch.ops.aten, torch.ops.sp_compiler
+
+
+def ctc_loss(
+    tp: Communicator,
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int,
+    zero_infinity: bool,
+    world_size: int,
+) -> Tensor:
+    """Loss (n,) of each sequence.
+
+    ``log_probs`` (t, n, c), and the lengths (n,), are replicated, like ``targets``: (n, s), padded
+    behind each length, or all one behind the other in one dim, which may be followed by anything.
+    Every rank computes all of it; ``world_size``, 1 in what a model is captured as, says nothing.
+    """
+    losses, _ = _table(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
+    return torch.where(losses.isinf(), 0, losses) if zero_infinity else losses
+
+
+def ctc_loss_backward(  # noqa: PLR0913 - those of the operator
+    tp: Communicator,
+    grad: Tensor,
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int,
+    zero_infinity: bool,
+    world_size: int,
+) -> Tensor:
+    """Gradient of :func:`ctc_loss` for ``log_probs``."""
+    given = log_probs, _without_tail(targets, target_lengths), input_lengths, target_lengths
+    table = _table(*given, blank, zero_infinity)
+    result = _aten._ctc_loss_backward.Tensor(grad, *given, *table, blank, zero_infinity)
+    # The kernel's has the strides of the scores, which models transpose.
+    return result.contiguous()
+
+
+def _table(
+    log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    # Not ``torch.ctc_loss``, whose cuDNN kernel has no table.
+    targets = _without_tail(targets, target_lengths)
+    return _aten._ctc_loss.Tensor(log_probs, targets, input_lengths, target_lengths, *rest)
+
+
+def _without_tail(targets: Tensor, target_lengths: Tensor) -> Tensor:
+    # The kernel takes as many as the lengths say, neither more nor fewer.
+    return targets[: int(target_lengths.sum())] if targets.dim() == 1 else targets
+
+
+def _fake_losses(log_probs: Tensor, *rest: Any) -> Tensor:
+    return log_probs.new_empty(log_probs.shape[1:2])
+
+
+def _fake_gradient(grad: Tensor, log_probs: Tensor, *rest: Any) -> Tensor:
+    return log_probs.new_empty(log_probs.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.blank, ctx.zero_infinity, ctx.world_size = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    rest = ctx.blank, ctx.zero_infinity, ctx.world_size
+    return _sp.ctc_loss_backward(grad, *ctx.saved_tensors, *rest), *[None] * 6
+
+
+def _typings(args: Arguments, world_size: int) -> Sequence[Typing]:
+    return [((I,) * (5 if "grad" in args else 4), (I,))]
+
+
+def _table_bytes(args: Arguments, result: Any) -> int:
+    log_probs, targets = (args[name].meta["val"] for name in ("log_probs", "targets"))
+    # Of targets in one dim at most all are those of one sequence.
+    states = log_probs.shape[0] * log_probs.shape[1] * (2 * targets.shape[-1] + 1)
+    num_bytes: int = (2 if "grad" in args else 1) * states * log_probs.element_size()
+    return num_bytes
+
+
+_ARGUMENTS = (
+    "Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank, "
+    "bool zero_infinity, SymInt world_size"
+)
+CTC_LOSS = register(
+    Operator(
+        name="ctc_loss",
+        schema=f"({_ARGUMENTS}) -> Tensor",
+        kernel=ctc_loss,
+        fake=_fake_losses,
+        typings=_typings,
+        gradient=Gradient(_save, _backward),
+        checks_numbers=True,
+        scratch_bytes=_table_bytes,
+    )
+)
+CTC_LOSS_BACKWARD = register(
+    Operator(
+        name="ctc_loss_backward",
+        schema=f"(Tensor grad, {_ARGUMENTS}) -> Tensor",
+        kernel=ctc_loss_backward,
+        fake=_fake_gradient,
+        typings=_typings,
+        checks_numbers=True,
+        scratch_bytes=_table_bytes,
+    )
+)

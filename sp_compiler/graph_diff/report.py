@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.markup import escape
 
+from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.placement import legend_of
 from sp_compiler.graph_diff import text, unified
 from sp_compiler.graph_diff.data import (
@@ -131,11 +132,20 @@ class GraphDiff:
 
     @classmethod
     def from_json(cls, text: str) -> GraphDiff:
-        """Inverse of :meth:`to_json`."""
-        data = json.loads(text)
-        sections = tuple(map(_section_from, data["sections"]))
-        calls = tuple(map(tuple, data["calls"]))
-        return cls(sections, calls, _totals_from(data["before"]), _totals_from(data["after"]))
+        """Inverse of :meth:`to_json`.
+
+        Raises:
+            ArgumentError: ``text`` is something else.
+        """
+        try:
+            data = json.loads(text)
+            sections = tuple(map(_section_from, data["sections"]))
+            calls = tuple(map(tuple, data["calls"]))
+            return cls(sections, calls, _totals_from(data["before"]), _totals_from(data["after"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ArgumentError(
+                f"text is no graph diff as GraphDiff.to_json writes it ({error!r})"
+            ) from error
 
 
 def _section_from(data: dict[str, Any]) -> Section:

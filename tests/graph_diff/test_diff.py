@@ -268,11 +268,11 @@ def test_inserted_and_removed_nodes_in_a_long_chain() -> None:
 
 
 def test_json_round_trip() -> None:
-    result = diff(captured(), _final_stage())
-    assert GraphDiff.from_json(result.to_json()) == result
+    for result in (diff(captured(), captured()), diff(captured(), _final_stage())):
+        assert GraphDiff.from_json(result.to_json()) == result
     assert json.loads(result.to_json())["sections"][0]["count"] == 48
-    empty = diff(captured(), captured())
-    assert GraphDiff.from_json(empty.to_json()) == empty
+    with pytest.raises(ArgumentError, match="to_json"):
+        GraphDiff.from_json('{"sections": [{}], "calls": []}')
 
 
 def test_markup_is_the_text_in_colour() -> None:

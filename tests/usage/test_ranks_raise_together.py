@@ -372,6 +372,10 @@ def test_a_process_that_ends() -> None:
 
 
 def test_options() -> None:
-    for name, value in (("initial_weights", "keep"), ("rank_timeout", "5 s"), ("rank_timeout", 0)):
+    for name, value in (
+        ("initial_weights", "keep"),
+        ("rank_timeout", "5 s"),
+        ("rank_timeout", True),
+    ):
         with pytest.raises(sp_compiler.ArgumentError, match=f"{name}="):
             sp_compiler.compile(Net(), tp=1, **{name: value})  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
-from torch.export import Dim, ExportedProgram, ShapesCollection
+from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind, OutputSpec
 from torch.fx import Graph, GraphModule, Node
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -31,10 +31,11 @@ from sp_compiler.ir.program import Ref
 from sp_compiler.ir.rewriting import erase_dead, fake_mode_of, make_call, refake, set_value
 from sp_compiler.ir.symbolic import NotSymbolic, inline_sizes, is_open, open_sizes
 from sp_compiler.trace.arguments import refuse_arrays
+from sp_compiler.trace.attributes.changes import Settled
 from sp_compiler.trace.decisions import Reads
 from sp_compiler.trace.dtype_check import check_dtypes
 from sp_compiler.trace.environment import check_capturable
-from sp_compiler.trace.exporting import Export, ExportRun, refuse_text
+from sp_compiler.trace.exporting import Export, ExportRun, open_shapes, refuse_text
 from sp_compiler.trace.lift_casts import lift_casts_to_float64
 from sp_compiler.trace.masked_rows import compute_all_rows
 from sp_compiler.trace.strides import index_strided
@@ -112,19 +113,23 @@ def capture(
     use_cache = example_kwargs.get("use_cache")
     if use_cache is True:
         example_kwargs = {**example_kwargs, "use_cache": False}
-    shapes = _open_shapes(model, example_args, example_kwargs) if open_dims else None
+    shapes = open_shapes(model, example_args, example_kwargs) if open_dims else None
     real_leaves, _ = flatten_inputs(args, kwargs)
     run = ExportRun(model, example_args, example_kwargs, shapes, use_cache, real_leaves)
-    export, settled = run.settled(run.run())
-    reads = export.reads
-    # The graph holds the casts of autocast now; running its operators must not cast once more.
-    with without_autocast():
-        captured = _captured(export, model, in_spec, leaves, lift_casts, open_dims)
+
+    def attempt() -> tuple[Captured, Settled]:
+        export, settled = run.settled(run.run())
+        # The graph holds the casts of autocast now; running its operators must not cast once more.
+        with without_autocast():
+            captured = _captured(export, model, in_spec, leaves, lift_casts, open_dims)
+        captured.functions = export.functions
+        captured.decisions = export.reads.decisions
+        return captured, settled
+
+    captured, settled = run.attempted(attempt)
     captured.stored = settled.stored
     refuse_text([*captured.outputs, *(leaf for each in settled.stored for leaf in each.leaves)])
-    captured.functions = export.functions
-    captured.decisions = reads.decisions
-    captured.notes += [f"holds for {decision}" for decision in reads.decisions]
+    captured.notes += [f"holds for {decision}" for decision in captured.decisions]
     # Last, since only now do all values have the dtypes that kernels will see.
     names = input_names(model, args, kwargs)
     check_dtypes(captured.module.graph, dict(zip(names, leaves, strict=True)))
@@ -160,16 +165,6 @@ def _captured(
         node.target = _aten.reshape.default
     _propagate(captured.module.graph, export.reads)
     return captured
-
-
-def _open_shapes(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    shapes = ShapesCollection()
-    for leaf in pytree.tree_leaves((args, kwargs)):
-        if isinstance(leaf, Tensor):
-            # torch treats 0 and 1 as sizes of their own kind: no graph holds for them and for
-            # larger sizes alike.
-            shapes[leaf] = {dim: Dim.AUTO for dim, size in enumerate(leaf.shape) if size > 1}
-    return shapes.dynamic_shapes(model, tuple(args), dict(kwargs))
 
 
 def _add_sizes(captured: Captured, leaves: Sequence[Any]) -> None:

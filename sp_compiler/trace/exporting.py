@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.export import ExportedProgram
+from torch.export import Dim, ExportedProgram, ShapesCollection
 from torch.fx import Graph, GraphModule
+from torch.utils import _pytree as pytree
 
-from sp_compiler.base.errors import UnsupportedError
+from sp_compiler.base.errors import CaptureError, SPCompilerError, UnsupportedError
 from sp_compiler.ir.fx import arguments, calls
 from sp_compiler.ir.rewriting import fake_mode_of
 from sp_compiler.trace.attributes.buffers import SetBuffers, set_buffers_written
@@ -27,6 +28,7 @@ from sp_compiler.trace.attributes.changes import (
 from sp_compiler.trace.attributes.outside import numbers_outside_watched
 from sp_compiler.trace.autograd_functions import FunctionCall
 from sp_compiler.trace.decisions import DataDependentError, Reads, recorded_reads
+from sp_compiler.trace.decisions.rows import ChosenRows
 from sp_compiler.trace.environment import (
     capture_error,
     export_context,
@@ -37,6 +39,7 @@ from sp_compiler.trace.foreign_random import NEXT_NUMBERS, ForeignDraw
 from sp_compiler.trace.functionalize import functionalize
 from sp_compiler.trace.partly_meta import all_on_meta
 
+_T = TypeVar("_T")
 # What torch prints of a tensor without numbers.
 _TRACED = re.compile(r"\b(Fake|Functional)Tensor\(")
 
@@ -75,6 +78,7 @@ class ExportRun:
         shapes: dynamic shapes of the inputs, if sizes are left open.
         use_cache: the caller's argument; ``None`` without.
         leaves: real inputs.
+        rows: those that the forward chooses by numbers of inputs and buffers.
     """
 
     model: nn.Module
@@ -83,6 +87,7 @@ class ExportRun:
     shapes: Any
     use_cache: bool | None
     leaves: Sequence[Any]
+    rows: ChosenRows = field(default_factory=ChosenRows)
 
     def run(self, left: Collection[str] = ()) -> Export:
         """Export the model as it is.
@@ -114,7 +119,7 @@ class ExportRun:
             watched_state(self.model) as changes,
             set_buffers_written(self.model, left) as buffers,
             numbers_outside_watched(self.model) as outside,
-            recorded_reads(self.model, self.leaves, drawn) as reads,
+            recorded_reads(self.model, self.leaves, self.rows, drawn) as reads,
         ):
             try:
                 exported = torch.export.export(
@@ -137,6 +142,25 @@ class ExportRun:
                 said = capture_error(self.model, error, reads)
                 raise said from error.with_traceback(users_frames(error.__traceback__))
         return Export(exported, functions, reads, changes, buffers, outside, text)
+
+    def attempted(self, attempt: Callable[[], _T]) -> _T:
+        """Return what ``attempt`` makes of this run, with rows counted if it fails without.
+
+        Raises:
+            CaptureError: the attempt's; the first one, if both fail.
+        """
+        try:
+            return attempt()
+        except CaptureError as error:
+            if not self.rows.seen:
+                raise
+            first = error
+        # A program holds for one count, so it is read only where nothing else helps.
+        self.rows.counted = True
+        try:
+            return attempt()
+        except SPCompilerError:
+            raise first from first.__cause__
 
     def settled(self, first: Export) -> tuple[Export, Settled]:
         """Decide what happens to the attributes that the forward changed in ``first``; may warn.
@@ -163,6 +187,17 @@ class ExportRun:
         settled.lost.update(first.buffers.lost)
         warn_of_attributes(self.model, settled, first.outside)
         return first, settled
+
+
+def open_shapes(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return dynamic shapes for an export: every dim of the inputs that is not 0 or 1."""
+    shapes = ShapesCollection()
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        if isinstance(leaf, Tensor):
+            # torch treats 0 and 1 as sizes of their own kind: no graph holds for them and for
+            # larger sizes alike.
+            shapes[leaf] = {dim: Dim.AUTO for dim, size in enumerate(leaf.shape) if size > 1}
+    return shapes.dynamic_shapes(model, tuple(args), dict(kwargs))
 
 
 def _same_constants(one: ExportedProgram, other: ExportedProgram) -> bool:

@@ -30,6 +30,18 @@ def captured_from(function: Callable[..., Any], *args: Tensor) -> Captured:
     return capture(Function(function), args)
 
 
+class OfWeights(Function):
+    """A function of an input and of weights: of numbers that no call knows before."""
+
+    def __init__(self, function: Callable[..., Any], weights: Tensor) -> None:
+        super().__init__(function)
+        self.weights = nn.Parameter(weights)
+
+    def forward(self, *args: Tensor) -> Any:
+        args = (*args, self.weights)
+        return self.function(*args)
+
+
 def normalized(
     function: Callable[..., Any], *args: Tensor, dropout: Any = "regenerate"
 ) -> Captured:

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sp_compiler.base.errors import CaptureError
-from tests.helpers.normalized import body, captured_from, outputs
+from sp_compiler.trace.export import capture
+from tests.helpers.normalized import OfWeights, body, captured_from, outputs
 
 _X = torch.randn(2, 5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 _P = torch.randn(2, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -129,4 +130,4 @@ NEAR_MISSES: dict[str, tuple[_Function, str]] = {
 def test_near_misses_are_refused_with_their_reason(name: str) -> None:
     function, reason = NEAR_MISSES[name]
     with pytest.raises(CaptureError, match=reason):
-        captured_from(lambda x, p: function(x, p > 0), _X, _P)
+        capture(OfWeights(lambda x, p: function(x, p > 0), _P), (_X,))

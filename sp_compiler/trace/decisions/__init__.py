@@ -10,18 +10,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
-from torch.fx import Graph, GraphModule, Node
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
-from torch.fx.node import map_arg
+from torch.fx import Node
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -30,6 +25,16 @@ from sp_compiler.base.errors import CaptureError
 from sp_compiler.base.warn import user_line
 from sp_compiler.ir.program import Ref
 from sp_compiler.trace.attributes.changes import replaced_forward
+from sp_compiler.trace.decisions.finite import FiniteTests
+from sp_compiler.trace.decisions.rows import ChosenRows, RowChoices
+from sp_compiler.trace.decisions.sources import (
+    Sources,
+    computation,
+    extracted,
+    is_cast,
+    node_of,
+    storage_of,
+)
 from sp_compiler.trace.foreign_random import ForeignDraw, drawing_from_torch
 from sp_compiler.trace.tracer_patches import (
     asked_by_model,
@@ -76,9 +81,6 @@ _BY_LAYOUT = (Tensor.as_strided, torch.as_strided)
 
 # Recognized by name, for want of anything better: torch raises them as they are.
 _DATA_DEPENDENT = ("GuardOnDataDependentSymNode", "DataDependentOutputException", "UserError")
-
-# Modules of the functions that compute with sizes.
-_PURE = ("_operator", "math", "torch", "builtins")
 
 
 class DataDependentError(Exception):
@@ -137,13 +139,14 @@ class Reads:
 
 @contextlib.contextmanager
 def recorded_reads(
-    model: nn.Module, leaves: Sequence[Any], drawn: ForeignDraw | None = None
+    model: nn.Module, leaves: Sequence[Any], rows: ChosenRows, drawn: ForeignDraw | None = None
 ) -> Iterator[Reads]:
     """Context for exporting ``model`` that reads numbers from its real inputs and buffers.
 
     Args:
         model: its forward is called inside, with traced tensors in place of these.
         leaves: the real inputs, as :func:`sp_compiler.trace.export.flatten_inputs` flattens them.
+        rows: those that are chosen by numbers of inputs and buffers.
         drawn: random numbers that an export has met.
     """
     reads = Reads()
@@ -158,14 +161,14 @@ def recorded_reads(
         tensors += [(Ref("buffer", name), value) for name, value in model.named_buffers()]
         tensors += [(Ref("param", name), value) for name, value in model.named_parameters()]
         for ref, value in tensors:
-            if isinstance(value, Tensor) and (node := _node_of(value)) is not None:
+            if isinstance(value, Tensor) and (node := node_of(value)) is not None:
                 sources[node] = ref
         traced = _attributes(model)
         real = [(traced[key], value) for key, value in constants.items() if key in traced]
         # Export may call the forward more than once; the last call is the one that it keeps.
         reads.decisions.clear()
         try:
-            mode = _ReadMode(reads, _Sources(sources, real, leaves, buffers))
+            mode = _ReadMode(reads, Sources(sources, real, leaves, buffers), rows)
             answers = modes_answered(reads.callers)
             with mode, warned_of_symbols_in_text(), answers, inference_without_gradients():
                 return forward(*args, **kwargs)
@@ -189,76 +192,35 @@ def _attributes(model: nn.Module) -> dict[tuple[str, str], Tensor]:
     }
 
 
-def _node_of(tensor: Tensor) -> Node | None:
-    """Return the node that stands for ``tensor`` in the graph that is being traced."""
-    mode = get_proxy_mode()
-    slot = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
-    return None if slot is None else slot.proxy.node
-
-
 def _read_node(func: Any, tensor: Tensor) -> Node | None:
     """Return the node of the number that ``func``, one of the casts, reads of ``tensor``."""
     # The text of a tensor with dims is that of all its elements.
-    return None if func is Tensor.__format__ and tensor.ndim else _node_of(tensor)
+    return None if func is Tensor.__format__ and tensor.ndim else node_of(tensor)
 
 
-@dataclass(frozen=True)
-class _Sources:
-    """Sources of the numbers of traced values.
+def _traced_numbers(data: Any, **kwargs: Any) -> Tensor | None:
+    """Return the tensor that ``torch.tensor(data)`` makes of traced numbers, which it would read.
 
-    Attributes:
-        refs: of the placeholders that are inputs, buffers and parameters.
-        constants: constant tensors in the trace, each with the real tensor.
-        leaves, buffers: the real ones.
+    ``None`` where ``data`` is anything else than a list of them, of one dtype and device.
     """
-
-    refs: Mapping[Node, Ref]
-    constants: Sequence[tuple[Tensor, Tensor]]
-    leaves: Sequence[Any]
-    buffers: Mapping[str, Tensor]
-
-    def refusal(self, node: Node) -> str:
-        """Return why ``node`` cannot be computed before a call; "" if it can."""
-        if node.op == "placeholder":
-            return self._refusal_of_source(self.refs.get(node))
-        if node.op == "get_attr":
-            return "" if self.constant(node) is not None else "a tensor that the model made"
-        if not isinstance(node.target, OpOverload):
-            # Arithmetic on sizes, which only reads; grad mode and the like are no operands.
-            return "" if getattr(node.target, "__module__", "") in _PURE else str(node.target)
-        if torch.Tag.nondeterministic_seeded in node.target.tags:
-            return f"random numbers ({node.target})"
-        if node.target.namespace not in ("aten", "prims"):
-            return f"an operator of the model's own ({node.target})"
-        return ""
-
-    def _refusal_of_source(self, ref: Ref | None) -> str:
-        if ref is None:
-            return "an input that is no tensor"
-        if ref.kind == "param":
-            return f"parameter {ref.name!r}"
-        value = self.buffers[ref.name] if ref.kind == "buffer" else self.leaves[ref.index]
-        if isinstance(value, FakeTensor) or value.is_meta:
-            return f"an example without numbers ({ref.kind} on the meta device)"
-        return ""
-
-    def constant(self, node: Node) -> Tensor | None:
-        """Return the real tensor behind a ``get_attr``."""
-        mode = get_proxy_mode()
-        value: Any = None if mode is None else getattr(mode.tracer.root, str(node.target), None)
-        for traced, real in self.constants:
-            if value is traced:
-                value = real
-        return value if type(value) in (Tensor, nn.Parameter) and not value.is_meta else None
+    if not isinstance(data, (list, tuple)) or not kwargs.keys() <= {"dtype", "device"}:
+        return None
+    if not all(isinstance(each, Tensor) and not each.ndim for each in data):
+        return None
+    alike = len({(each.dtype, each.device) for each in data}) == 1
+    traced = any(node_of(each) is not None for each in data)
+    return torch.stack(tuple(data)).detach().to(**kwargs) if alike and traced else None
 
 
 class _ReadMode(TorchFunctionMode):
     """Answers reads of numbers that can be computed from inputs and buffers."""
 
-    def __init__(self, reads: Reads, sources: _Sources) -> None:
+    def __init__(self, reads: Reads, sources: Sources, rows: ChosenRows) -> None:
         super().__init__()
         self._reads = reads
         self._sources = sources
+        self._finite = FiniteTests()
+        self._rows = RowChoices(rows, self._is_known, self._number)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -267,12 +229,11 @@ class _ReadMode(TorchFunctionMode):
             with self:  # which is off in here
                 return bool(_TESTS[func](*args, **(kwargs or {})))
         if func in _CASTS and (node := _read_node(func, args[0])) is not None:
-            parts = _computation(node)
-            refusal = next(filter(None, map(self._sources.refusal, parts)), "")
-            if not refusal and _is_cast(parts):
-                refusal = "a computation under an autocast of its own"
+            parts, refusal = self._computed(node)
             if not refusal:
                 return _CASTS[func](self._decide(node, parts), *args[1:])
+            if (finite := self._finite.answer(args[0])) is not None:
+                return _CASTS[func](finite, *args[1:])
             # Torch may still have an answer (a constant), or nobody may use what it returns.
             self._reads.refused = self._reads.refused or (user_line(), refusal)
         if func in _OF_GRAD_MODE and asked_by_model() and not self._is_given(args[0]):
@@ -284,24 +245,50 @@ class _ReadMode(TorchFunctionMode):
         # Module.to() assigns a parameter to itself where nothing is to be done.
         if func in _UNSEEN and args[0] is not args[-1]:
             raise CaptureError(f"the forward {_UNSEEN[func]}: {user_line()}")
-        return func(*args, **(kwargs or {}))
+        if (
+            func is torch.tensor
+            and (numbers := _traced_numbers(*args, **(kwargs or {}))) is not None
+        ):
+            return numbers
+        if (chosen := self._rows.result(func, args, kwargs or {})) is not NotImplemented:
+            return chosen
+        result = func(*args, **(kwargs or {}))
+        self._finite.record(func, args, result)
+        return result
+
+    def _computed(self, node: Node) -> tuple[list[Node], str]:
+        """Return the nodes that compute ``node``, and why no call can do so before, or ""."""
+        parts = computation(node)
+        refusal = next(filter(None, map(self._sources.refusal, parts)), "")
+        if not refusal and is_cast(parts):
+            refusal = "a computation under an autocast of its own"
+        return parts, refusal
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        node = node_of(tensor)
+        return node is not None and not self._computed(node)[1]
+
+    def _number(self, tensor: Tensor) -> Any:
+        node = node_of(tensor)
+        assert node is not None
+        return self._decide(node, computation(node))
 
     def _is_given(self, tensor: Tensor) -> bool:
         """Return whether it is an input, a buffer or a parameter, for which no mode counts."""
-        return _node_of(tensor) in self._sources.refs
+        return node_of(tensor) in self._sources.refs
 
     def _read_layout(self, tensor: Tensor) -> None:
         """Record it for the inputs that ``tensor`` is a view of: theirs decides its own."""
-        node = _node_of(tensor)
-        storage = None if node is None else _storage(node)
+        node = node_of(tensor)
+        storage = None if node is None else storage_of(node)
         for source, ref in self._sources.refs.items():
-            if ref.kind == "input" and storage is not None and _storage(source) == storage:
+            if ref.kind == "input" and storage is not None and storage_of(source) == storage:
                 leaf = self._sources.leaves[ref.index]
                 self._reads.layout(ref.index, leaf, source.meta["val"])
 
     def _decide(self, node: Node, parts: Sequence[Node]) -> Any:
         """Read the number, and record it unless an earlier decision already does."""
-        fresh = _extracted(node, parts, self._sources)
+        fresh = extracted(node, parts, self._sources)
         value = fresh.read(self._sources.leaves, self._sources.buffers)
         for earlier in self._reads.decisions:
             if not isinstance(earlier, NumberRead):
@@ -313,70 +300,3 @@ class _ReadMode(TorchFunctionMode):
         if fresh.sources:
             self._reads.decisions.append(replace(fresh, value=repr(value)))
         return value
-
-
-def _computation(node: Node) -> list[Node]:
-    """Return the nodes that compute ``node``, in order: operands, and writes into them."""
-    # Backwards, so that of each storage only writes from before its use count. What is read is
-    # used now: writes that came after ``node`` was made have changed it, through whatever view.
-    wanted, storages = {node}, {_storage(node)} - {None}
-    needed = []
-    for each in reversed(node.graph.nodes):
-        if each in wanted or any(_storage(x) in storages for x in _written(each)):
-            needed.append(each)
-            wanted.update(each.all_input_nodes)
-            storages |= {_storage(x) for x in each.all_input_nodes} - {None}
-    return needed[::-1]
-
-
-def _written(node: Node) -> list[Node]:
-    """Return the operands that ``node`` writes into."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return []
-    written: list[Node] = []
-    for index, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            by_name = node.kwargs.get(argument.name)
-            # A list of tensors is written as one operand.
-            map_arg(node.args[index] if index < len(node.args) else by_name, written.append)
-    return written
-
-
-def _storage(node: Node) -> int | None:
-    """Return a number that is equal for traced values that share memory."""
-    value = node.meta.get("val")
-    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
-
-
-def _is_cast(parts: Sequence[Node]) -> bool:
-    """Return whether a floating value of ``parts`` is computed inside an autocast of the model."""
-    # Before a call only the caller's own autocast is on.
-    depth, inside = 0, set()
-    for node in parts[-1].graph.nodes:
-        depth += (node.target is _enter_autocast) - (node.target is _exit_autocast)
-        if depth:
-            inside.add(node)
-    values = (node.meta.get("val") for node in parts if node in inside)
-    return any(isinstance(value, Tensor) and value.is_floating_point() for value in values)
-
-
-def _extracted(node: Node, parts: Sequence[Node], sources: _Sources) -> NumberRead:
-    """Copy ``parts`` into a separate graph with names that do not depend on their origin."""
-    graph, root = Graph(), nn.Module()
-    copies: dict[Node, Node] = {}
-    inputs = [part for part in parts if part.op == "placeholder"]
-    for index, part in enumerate(inputs):
-        copies[part] = graph.placeholder(f"source_{index}")
-    for part in parts:
-        if part.op == "get_attr":
-            setattr(root, str(part.target), sources.constant(part))
-            copies[part] = graph.get_attr(str(part.target))
-        elif part.op == "call_function":
-            copies[part] = graph.node_copy(part, copies.__getitem__)
-            copies[part]._rename("value")
-    graph.output(copies[node])
-    refs = [sources.refs[part] for part in inputs]
-    names = tuple(ref.index if ref.kind == "input" else ref.name for ref in refs)
-    writes = any(_written(part) for part in parts)
-    return NumberRead(user_line(), "", GraphModule(root, graph), names, writes)

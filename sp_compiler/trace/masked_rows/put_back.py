@@ -39,6 +39,9 @@ class PutBack:
     def __call__(self, node: Node) -> None:
         """Replace ``node``, one of :data:`SINKS`, by the same operation on all rows."""
         value, base, indices, accumulate = SINKS[node.target](arguments(node))
+        if not shape_of(value) and not accumulate and base not in self._values.rows:
+            self._write_number(node, base, indices, value)
+            return
         # Rows written among rows would need to know which of them are chosen twice.
         if base in self._values.rows or value not in self._values.rows:
             raise Declined("they are written into each other")
@@ -79,6 +82,19 @@ class PutBack:
             picked = self._picked(value, axes, right)
             result = self._values.call(_aten.where.self, hit, picked, base)
         self._finish(node, result)
+
+    def _write_number(self, node: Node, base: Node, indices: Sequence[Node], number: Node) -> None:
+        """``y[torch.where(mask)] = number``: it does not matter which row writes it."""
+        places = [self._values.rows[index] for index in indices if index in self._values.rows]
+        axes = list(range(len(shape_of(places[0].mask)))) if places else []
+        same = all(each.mask is places[0].mask for each in places)
+        if not same or len(places) != len(indices) or [each.column for each in places] != axes:
+            raise Declined("a number is written at other places")
+        if number in self._values.rows or not covers(base, 0, places):
+            raise Declined("a number is written at other places")
+        right = len(shape_of(base)) - len(axes)
+        hit = self._values.hit(places[0].mask, tuple(axes), right)
+        self._finish(node, self._values.call(_aten.where.self, hit, number, base))
 
     def _add_anywhere(self, node: Node, base: Node, places: Sequence[Rows], value: Node) -> None:
         """Add all rows at their positions, with zeros where the mask selects none."""

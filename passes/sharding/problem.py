@@ -61,9 +61,10 @@ class CrossingSubject:
 
 @dataclass(frozen=True)
 class InputSubject:
-    """An input of the model that needs a gradient."""
+    """A place of a region where calls pass an input of the model that needs a gradient."""
 
-    index: int
+    region: int
+    position: int
 
 
 @dataclass(frozen=True)
@@ -300,6 +301,7 @@ class ProblemBuilder:
 
     def _add_boundaries(self) -> None:
         crossings: list[tuple[Port, Port]] = []
+        places: dict[InputSubject, Key] = {}
         for call in self.program.calls:
             i = self.index[id(call.region)]
             for position, (node, ref) in enumerate(
@@ -311,9 +313,11 @@ class ProblemBuilder:
                     producer = self.index[id(self.program.calls[ref.index].region)]
                     crossings.append((Port("out", producer, ref.output), Port("in", i, position)))
                 elif ref.kind == "input":
-                    # The user passes it in full on every rank and expects a full gradient.
-                    vertex = Vertex((), ((i, (node, 0)),), [Option((), (I,), 0.0)])
-                    self.problem.add(InputSubject(ref.index), vertex)
+                    # Once, however many equal layers read an input there.
+                    places[InputSubject(i, position)] = (i, (node, 0))
+        # The user passes it in full on every rank and expects a full gradient.
+        for subject, value in places.items():
+            self.problem.add(subject, Vertex((), (value,), [Option((), (I,), 0.0)]))
         # One placement for a port in all calls, since all calls share the code: the ports of a
         # chain of equal layers are one vertex.
         for number, ports in enumerate(_classes(crossings)):

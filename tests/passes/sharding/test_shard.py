@@ -130,6 +130,32 @@ class Penalized(nn.Module):
         return x.sum() + self.scale.square().sum()
 
 
+class Reader(nn.Module):
+    """Cross-attention with one head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, y: Tensor, x: Tensor) -> Tensor:
+        return y + self.out(F.scaled_dot_product_attention(y, self.key(x), x))
+
+
+class Readers(nn.Module):
+    """Layers that all read one input of the model besides what the one before returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Parameter(torch.randn(1, 5, WIDTH))
+        self.layers = nn.ModuleList([Reader(), Reader()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.start.expand(len(x), -1, -1))
+        for layer in self.layers:
+            y = layer(y, x)
+        return y
+
+
 REWRITTEN: dict[str, Any] = {
     "mlp": Mlp,
     "biased_mlp": functools.partial(Mlp, bias=True),
@@ -294,6 +320,15 @@ def test_numbers(name: str, batch: int) -> None:
 def test_a_parameter_read_by_shards_and_as_a_whole() -> None:
     """Its two gradients, a partial and a full one, are added where both are full."""
     found = case(Penalized)
+    parity.assert_step(found, on_ranks(sharded(found)), tolerance=1e-12)
+
+
+def test_an_input_with_a_gradient_that_equal_layers_read() -> None:
+    """Its place in their region is one value of the placement problem, not one per layer."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, WIDTH, dtype=torch.float64, requires_grad=True)
+    found = parity.make_case(Readers().double(), {"x": x})
+    assert len(found.program.calls) > len(found.program.regions)
     parity.assert_step(found, on_ranks(sharded(found)), tolerance=1e-12)
 
 

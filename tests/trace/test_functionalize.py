@@ -179,3 +179,15 @@ def test_no_gradient_is_lost_or_added(name: str, writes: bool) -> None:
     model(x).backward()
     for key, parameter in model.named_parameters():
         torch.testing.assert_close(captured.grads[key], parameter.grad)
+
+
+class Scaled(nn.Module):
+    def forward(self, x: Tensor, times: int) -> Tensor:
+        return x[:, :times] * times
+
+
+def test_a_whole_number_leaves_sizes_open() -> None:
+    captured = capture(Scaled(), (torch.randn(5, 6), 3), {}, open_dims=True)
+    assert captured.sizes is not None
+    captured.sizes.require_known()
+    assert captured.sizes.rejection([torch.randn(7, 9), 3]) is None

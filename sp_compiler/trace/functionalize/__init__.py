@@ -81,6 +81,7 @@ def _decomposed(exported: ExportedProgram, table: dict[Any, Any]) -> ExportedPro
     They make it attributes of a ``GraphModule``, which has some itself, such as ``code``.
     """
     _erase_twins(exported)
+    _forget_numbers(exported.graph)
     _rename_state(exported, _STATE.__add__)
     # torch internals: decomposition_table. The decomposition of this loss asks whether there are
     # rows at all, which is unknown of those that a mask chooses; its kernels do not.
@@ -89,6 +90,16 @@ def _decomposed(exported: ExportedProgram, table: dict[Any, Any]) -> ExportedPro
         exported = exported.run_decompositions(table)
     _rename_state(exported, lambda name: name.removeprefix(_STATE))
     return exported
+
+
+def _forget_numbers(graph: Graph) -> None:
+    """Let inputs that are whole numbers be nothing: export has written them into their users.
+
+    Beside open sizes, each would become a symbol again, which is the size of no input.
+    """
+    for node in graph.find_nodes(op="placeholder"):
+        if isinstance(node.meta["val"], int) and not node.users:
+            node.meta["val"] = None
 
 
 def _erase_twins(exported: ExportedProgram) -> None:

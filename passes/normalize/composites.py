@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Hashable
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
 
 from sp_compiler.base.pass_report import Pass
 from sp_compiler.ir.fx import tensor_operands
 from sp_compiler.ir.op_traits import draws
 from sp_compiler.ir.rewriting import fake_mode_of, insert_call, replace_results
+from sp_compiler.ir.symbolic import is_open
 from sp_compiler.rules.table import has_rule
 from sp_compiler.trace.functionalize.composites import call_signature, is_composite, trace_call
 
@@ -48,6 +51,11 @@ def _known_parts(node: Node, known: Collection[object]) -> Graph | None:
     """Return the operators that a call runs, ``None`` if a later pass does not know one."""
     if not all(isinstance(x.meta["val"], Tensor) for x in node.all_input_nodes):
         return None  # an open size, which tracing would take for the example's
+    shapes = [x.meta["val"].shape for x in node.all_input_nodes]
+    sizes = [leaf.node.expr for leaf in chain(*shapes) if is_open(leaf)]
+    numbers = filter(is_open, tree_leaves((node.args, node.kwargs)))
+    if any(number.node.expr not in sizes for number in numbers):
+        return None  # an open size of something else, which the tracer would not know
     body = trace_call(node, fake_mode_of(node.graph))
     # A constant among the parts would be an attribute of another module.
     is_known = not body.find_nodes(op="get_attr") and all(_is_known(x, known) for x in _calls(body))

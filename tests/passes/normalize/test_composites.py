@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sp_compiler.ir.fx import is_getitem
+from sp_compiler.passes.normalize import normalize
 from sp_compiler.rules.table import has_rule
+from sp_compiler.trace.export import capture
 from tests.helpers.normalized import normalized, outputs, randn
 from tests.helpers.users import compiled, num_compiled
 
@@ -97,3 +99,17 @@ def test_open_sizes_stay_open() -> None:
         x = torch.randn(rows, 4)
         torch.testing.assert_close(module(x), eager(x))
     assert num_compiled(module) == 2
+
+
+def test_an_open_size_of_another_tensor_stays_open() -> None:
+    class Packed(nn.Module):
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            of_row = torch.repeat_interleave(lengths, lengths, output_size=x.shape[0])
+            return x / of_row[:, None]
+
+    captured = capture(Packed(), (randn(5, 4), torch.tensor([2, 3])), open_dims=True)
+    normalize(captured)
+    targets = [str(node.target) for node in captured.module.graph.nodes]
+    assert "aten.repeat_interleave.self_Tensor" in targets
+    assert captured.sizes is not None
+    captured.sizes.require_known()

@@ -9,6 +9,7 @@ from typing import Any
 import numpy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parameter import is_lazy
 
 from sp_compiler.base.errors import ArgumentError, CaptureError
 from sp_compiler.trace.environment import ADVICE
@@ -17,10 +18,12 @@ ExampleInputs = tuple[tuple[Any, ...], Mapping[str, Any]]
 """Positional and keyword arguments of a call of the model."""
 
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
+_INPUTS = "inputs are tensors, numbers, text and None, in lists, tuples and dicts"
 
 
 def check_model(model: Any) -> None:
-    """Raise :class:`ArgumentError` unless ``model`` is a module that nothing else parallelises."""
+    """Raise :class:`ArgumentError` unless ``model`` is a module, complete, that nothing else
+    parallelises."""
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"model={type(model).__name__}: expected a torch.nn.Module")
     over_data = (
@@ -46,6 +49,12 @@ def check_model(model: Any) -> None:
                 f"{where} is wrapped by torch.compile: compile the model inside it, "
                 f"{where}._orig_mod, or use torch.compile(..., backend='sp_compiler') alone"
             )
+        for key, value in (*module._parameters.items(), *module._buffers.items()):
+            if is_lazy(value):
+                raise ArgumentError(
+                    f"{where} ({type(module).__name__}) has no shape for its {key} yet: call the "
+                    "model once before it is compiled"
+                )
 
 
 def checked_inputs(model: Any, example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -72,13 +81,32 @@ def checked_inputs(model: Any, example_inputs: Any) -> tuple[tuple[Any, ...], di
     return tuple(example_inputs[0]), dict(example_inputs[1])
 
 
-def refuse_arrays(names: Sequence[str], leaves: Sequence[Any]) -> None:
-    """Raise :class:`ArgumentError` for an input that is a NumPy array."""
+def refuse_inputs(names: Sequence[str], leaves: Sequence[Any]) -> None:
+    """Raise :class:`ArgumentError` for an input that is a NumPy array or a module."""
     for name, leaf in zip(names, leaves, strict=True):
         if isinstance(leaf, numpy.ndarray):
             raise ArgumentError(
                 f"{name} is a NumPy array of {leaf.dtype} {leaf.shape}: pass torch.from_numpy(...)"
             )
+        if isinstance(leaf, nn.Module):
+            raise ArgumentError(
+                f"{name} is a module ({type(leaf).__name__}): {_INPUTS}; make it an attribute of "
+                "the model before it is compiled"
+            )
+
+
+def refused_by_export(
+    error: Exception, names: Sequence[str], leaves: Sequence[Any]
+) -> ArgumentError | None:
+    """Name the input whose class ``torch.export`` does not take, if ``error`` says so."""
+    for name, leaf in zip(names, leaves, strict=True):
+        if str(error).startswith(f"Unsupported input type {type(leaf)}"):
+            return ArgumentError(
+                f"{name} is of {type(leaf)}: {_INPUTS}. Pass what forward needs of it, or register "
+                "its class: torch.export.register_dataclass, or "
+                "torch.utils._pytree.register_pytree_node for other containers"
+            )
+    return None
 
 
 def argument_text(value: Any) -> str:

@@ -30,7 +30,7 @@ from sp_compiler.ir.hints import parameters_of
 from sp_compiler.ir.program import Ref
 from sp_compiler.ir.rewriting import erase_dead, fake_mode_of, make_call, refake, set_value
 from sp_compiler.ir.symbolic import NotSymbolic, inline_sizes, is_open, open_sizes
-from sp_compiler.trace.arguments import refuse_arrays
+from sp_compiler.trace.arguments import refuse_inputs
 from sp_compiler.trace.attributes.changes import Settled
 from sp_compiler.trace.decisions import Reads
 from sp_compiler.trace.dtype_check import check_dtypes
@@ -106,7 +106,8 @@ def capture(
     """
     check_capturable(model)
     leaves, in_spec = flatten_inputs(args, kwargs)
-    refuse_arrays(input_names(model, args, kwargs), leaves)
+    names = input_names(model, args, kwargs)
+    refuse_inputs(names, leaves)
     leaves = _as_examples(leaves, model, open_dims)
     example_args, example_kwargs = pytree.tree_unflatten(leaves, in_spec)
     # An argument overrides the config: export_context switches off the config's alone.
@@ -115,7 +116,7 @@ def capture(
         example_kwargs = {**example_kwargs, "use_cache": False}
     shapes = open_shapes(model, example_args, example_kwargs) if open_dims else None
     real_leaves, _ = flatten_inputs(args, kwargs)
-    run = ExportRun(model, example_args, example_kwargs, shapes, use_cache, real_leaves)
+    run = ExportRun(model, example_args, example_kwargs, shapes, use_cache, real_leaves, names)
 
     def attempt() -> tuple[Captured, Settled]:
         export, settled = run.settled(run.run())
@@ -131,7 +132,6 @@ def capture(
     refuse_text([*captured.outputs, *(leaf for each in settled.stored for leaf in each.leaves)])
     captured.notes += [f"holds for {decision}" for decision in captured.decisions]
     # Last, since only now do all values have the dtypes that kernels will see.
-    names = input_names(model, args, kwargs)
     check_dtypes(captured.module.graph, dict(zip(names, leaves, strict=True)))
     captured.module.recompile()
     return captured

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from sp_compiler.base.errors import CaptureError, SPCompilerError, UnsupportedError
 from sp_compiler.ir.fx import arguments, calls
 from sp_compiler.ir.rewriting import fake_mode_of
+from sp_compiler.trace.arguments import refused_by_export
 from sp_compiler.trace.attributes.buffers import SetBuffers, set_buffers_written
 from sp_compiler.trace.attributes.changes import (
     Changes,
@@ -26,6 +27,7 @@ from sp_compiler.trace.attributes.changes import (
     watched_state,
 )
 from sp_compiler.trace.attributes.outside import numbers_outside_watched
+from sp_compiler.trace.attributes.trained import refuse_trained_constants
 from sp_compiler.trace.autograd_functions import FunctionCall
 from sp_compiler.trace.decisions import DataDependentError, Reads, recorded_reads
 from sp_compiler.trace.decisions.rows import ChosenRows
@@ -79,6 +81,7 @@ class ExportRun:
         use_cache: the caller's argument; ``None`` without.
         leaves: real inputs.
         rows: those that the forward chooses by numbers of inputs and buffers.
+        names: the user's names of these.
     """
 
     model: nn.Module
@@ -87,6 +90,7 @@ class ExportRun:
     shapes: Any
     use_cache: bool | None
     leaves: Sequence[Any]
+    names: Sequence[str]
     rows: ChosenRows = field(default_factory=ChosenRows)
 
     def run(self, left: Collection[str] = ()) -> Export:
@@ -96,6 +100,7 @@ class ExportRun:
             left: paths of modules whose buffers stay as they are, whatever the forward sets.
 
         Raises:
+            ArgumentError: an input of a class that cannot be one.
             CaptureError, UnsupportedError: see :func:`sp_compiler.trace.export.capture`.
         """
         try:
@@ -134,11 +139,14 @@ class ExportRun:
                 _unfreeze(exported.graph_module.graph)
                 _write_eps(exported.graph_module)
                 exported = functionalize(exported)
+                refuse_trained_constants(exported, reads.trained)
             except ForeignDraw:
                 raise
             except DataDependentError as error:  # its text has all that torch's would say
                 raise capture_error(self.model, error, reads) from None
             except Exception as error:  # user code and export may raise anything
+                if refused := refused_by_export(error, self.names, self.leaves):
+                    raise refused from None
                 said = capture_error(self.model, error, reads)
                 raise said from error.with_traceback(users_frames(error.__traceback__))
         return Export(exported, functions, reads, changes, buffers, outside, text)

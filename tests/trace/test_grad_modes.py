@@ -207,3 +207,43 @@ def _gradients(function: Function) -> list[tuple[Tensor | None, ...]]:
     losses = [run_captured(captured, params, {}, [x]).outputs[0], model(x)]
     inputs = [*params.values(), x]
     return [torch.autograd.grad(loss, inputs, allow_unused=True) for loss in losses]
+
+
+class Hidden(nn.Module):
+    """A layer that is no module of the model, in a list."""
+
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        self.linear, self.hidden = nn.Linear(4, 4), [nn.Linear(4, 4)]
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.function(self.hidden[0], x)
+
+
+def _trained(linear: nn.Module, x: Tensor) -> Tensor:
+    return linear(x)
+
+
+@torch.no_grad()
+def _taught(linear: nn.Module, x: Tensor) -> Tensor:
+    return linear(x)
+
+
+def _shaped(linear: nn.Module, x: Tensor) -> Tensor:
+    weight = linear.weight
+    assert isinstance(weight, Tensor)
+    return torch.zeros_like(weight).sum() + linear(x).argmax() + linear(x).detach()
+
+
+def test_a_tensor_that_would_get_no_gradient_is_refused() -> None:
+    """Its name is not among the model's parameters, so no program returns its gradient."""
+    x = torch.randn(2, 4)
+    said = r"\(4, 4\) that requires a gradient and is no p.*test_grad_modes.py:\d+ return"
+    with pytest.raises(UnsupportedError, match=said):
+        capture(Hidden(_trained), (x,), {})
+    for function in (_taught, _shaped):
+        capture(Hidden(function), (x,), {})
+    frozen = Hidden(_trained)
+    frozen.hidden[0].requires_grad_(False)
+    capture(frozen, (x,), {})

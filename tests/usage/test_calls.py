@@ -232,6 +232,18 @@ def test_an_array_is_named() -> None:
         module(batch())
 
 
+@pytest.mark.parametrize(
+    ("scale", "said"),
+    [
+        (torch.float32, r"^scale is of <class 'torch.dtype'>: inputs are tensors, numbers"),
+        (nn.Linear(1, 1), r"^scale is a module \(Linear\): .* make it an attribute"),
+    ],
+)
+def test_what_is_no_input_is_named(scale: Any, said: str) -> None:
+    with pytest.raises(ArgumentError, match=said):
+        compiled()(batch(), scale=scale)
+
+
 def test_save_pretrained_on_one_rank(tmp_path: Path) -> None:
     model = zoo.build("gpt2", layers=1)
     expected = {name: value.clone() for name, value in model.state_dict().items()}

@@ -242,6 +242,15 @@ def _scripted() -> nn.Module:
     return scripted
 
 
+def test_a_model_without_shapes() -> None:
+    model = nn.Sequential(nn.LazyLinear(8))
+    said = r"^model\.0 \(LazyLinear\) has no shape for its weight yet: call the model once"
+    with pytest.raises(ArgumentError, match=said):
+        sp_compiler.compile(model, tp=1)
+    model(batch().float())
+    sp_compiler.compile(model, tp=1)
+
+
 def test_no_process_group() -> None:
     model = net()
     with pytest.raises(ArgumentError) as caught:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -99,10 +100,12 @@ class Reads:
     Attributes:
         decisions: numbers read from inputs and buffers, and modes of the caller, in order.
         refused: the line of the first read that depends on anything else, and what it depends on.
+        trained: lines that compute with tensors that require a gradient, by the tensors' storage.
     """
 
     decisions: list[Decision] = field(default_factory=list)
     refused: tuple[str, str] | None = None
+    trained: dict[StorageWeakRef, str] = field(default_factory=dict)
 
     def callers(self, mode: str) -> bool:
         """Return whether a mode of the caller is on, and record that the forward asks."""
@@ -126,6 +129,12 @@ class Reads:
             )
         if not any(isinstance(x, LayoutRead) and x.source == source for x in self.decisions):
             self.decisions.append(LayoutRead(user_line(), repr(layout(leaf)), source))
+
+    def note_trained(self, value: Any) -> None:
+        """Record a real tensor that requires a gradient: export may forget that it does."""
+        if type(value) in (Tensor, nn.Parameter) and value.requires_grad:
+            memory = StorageWeakRef(value.untyped_storage())
+            self.trained.setdefault(memory, user_line())
 
     def text(self) -> str:
         """Message about the refused read."""
@@ -228,6 +237,8 @@ class _ReadMode(TorchFunctionMode):
         if func in _TESTS:
             with self:  # which is off in here
                 return bool(_TESTS[func](*args, **(kwargs or {})))
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            self._reads.note_trained(leaf)
         if func in _CASTS and (node := _read_node(func, args[0])) is not None:
             parts, refusal = self._computed(node)
             if not refusal:

@@ -191,3 +191,23 @@ def test_a_whole_number_leaves_sizes_open() -> None:
     assert captured.sizes is not None
     captured.sizes.require_known()
     assert captured.sizes.rejection([torch.randn(7, 9), 3]) is None
+
+
+class Counting(nn.Module):
+    """Counts its numbers without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            count = x.shape[0] * x.shape[1]
+            self.get_buffer("seen").add_(count)
+        return x * count
+
+
+def test_sizes_inside_of_no_grad_stay_open() -> None:
+    captured = capture(Counting(), (torch.randn(5, 6),), {}, open_dims=True)
+    assert captured.sizes is not None
+    captured.sizes.require_known()

@@ -195,7 +195,7 @@ def _detach_what_is_written(graph: Graph) -> None:
     for node in filter(writes, list(graph.nodes)):
         targets = written(node)
         for source in node.all_input_nodes:
-            if source not in targets:
+            if source not in targets and _is_tensor(source):
                 detach, meta = _aten.detach.default, {"val": source.meta["val"]}
                 where: Any = {"like": node, "origin": Pass.EXPORT, "meta": meta}
                 with graph.inserting_before(node):
@@ -215,7 +215,7 @@ def _detach_new_values(body: GraphModule) -> set[StorageWeakRef]:
     for node in list(body.graph.nodes):
         # The first node of a storage is the one that makes it; others are views, or write to it.
         own = returned.intersection(storages(node))
-        if node.op == "output" or not own or not isinstance(node.meta["val"], Tensor):
+        if node.op == "output" or not own or not _is_tensor(node):
             continue
         if is_itself(node):  # nothing new, although the tracer may have made a tensor for it
             continue
@@ -241,7 +241,8 @@ def _detach_outputs(body: GraphModule, detached: set[StorageWeakRef]) -> None:
     output, results = body.graph.output_node(), []
     for value in output.args[0]:
         value = _same_object(body, value)
-        is_made = isinstance(value, Node) and value.op != "placeholder"
+        # Not a number made of open sizes.
+        is_made = isinstance(value, Node) and value.op != "placeholder" and _is_tensor(value)
         if is_made and detached.isdisjoint(storages(value)):
             value = _detached(body.graph, value)
         results.append(value)
@@ -265,6 +266,10 @@ def _same_object(module: GraphModule, value: Any) -> Any:
         else:
             return value
     return value
+
+
+def _is_tensor(node: Node) -> bool:
+    return isinstance(node.meta["val"], Tensor)
 
 
 def _detached(graph: Graph, value: Node) -> Node:

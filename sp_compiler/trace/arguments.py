@@ -97,14 +97,14 @@ def refuse_inputs(names: Sequence[str], leaves: Sequence[Any]) -> None:
 
 def refused_by_export(
     error: Exception, names: Sequence[str], leaves: Sequence[Any]
-) -> ArgumentError | None:
+) -> CaptureError | None:
     """Name the input whose class ``torch.export`` does not take, if ``error`` says so."""
     for name, leaf in zip(names, leaves, strict=True):
         if str(error).startswith(f"Unsupported input type {type(leaf)}"):
-            return ArgumentError(
-                f"{name} is of {type(leaf)}: {_INPUTS}. Pass what forward needs of it, or register "
-                "its class: torch.export.register_dataclass, or "
-                "torch.utils._pytree.register_pytree_node for other containers"
+            return CaptureError(
+                f"{name} is of {type(leaf)}: {_INPUTS}\n  {ADVICE}pass what forward needs of it; "
+                "for a class of your own call torch.export.register_dataclass(YourClass) once "
+                "before compiling, or torch.utils._pytree.register_pytree_node for a container"
             )
     return None
 

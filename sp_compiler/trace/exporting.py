@@ -100,7 +100,6 @@ class ExportRun:
             left: paths of modules whose buffers stay as they are, whatever the forward sets.
 
         Raises:
-            ArgumentError: an input of a class that cannot be one.
             CaptureError, UnsupportedError: see :func:`sp_compiler.trace.export.capture`.
         """
         try:

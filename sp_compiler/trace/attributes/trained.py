@@ -16,7 +16,9 @@ from sp_compiler.base.errors import UnsupportedError
 _WITHOUT_GRADIENT = re.compile(r"aten::(detach|new_\w+|\w+_like)")
 
 
-def refuse_trained_constants(exported: ExportedProgram, lines: Mapping[StorageWeakRef, str]) -> None:
+def refuse_trained_constants(
+    exported: ExportedProgram, lines: Mapping[StorageWeakRef, str]
+) -> None:
     """Refuse a constant that would get a gradient in the model, and gets none of a program.
 
     Args:
@@ -55,7 +57,9 @@ def _reaches_output(constant: Node) -> bool:
 
 
 def _ends_gradients(node: Node) -> bool:
-    if isinstance(node.target, OpOverload) and _WITHOUT_GRADIENT.fullmatch(node.target._schema.name):
+    if isinstance(node.target, OpOverload) and _WITHOUT_GRADIENT.fullmatch(
+        node.target._schema.name
+    ):
         return True
     dtype = getattr(node.meta.get("val"), "dtype", None)
     return dtype is not None and not (dtype.is_floating_point or dtype.is_complex)

@@ -1,4 +1,4 @@
-"""Composite operators: by their parts where all of those have a rule, else whole."""
+"""Composite operators: by their parts where all of those have a rule, else whole; open sizes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sp_compiler.ir.fx import is_getitem
 from sp_compiler.passes.normalize import normalize
 from sp_compiler.rules.table import has_rule
 from sp_compiler.trace.export import capture
-from tests.helpers.normalized import normalized, outputs, randn
+from tests.helpers.normalized import Function, normalized, outputs, randn
 from tests.helpers.users import compiled, num_compiled
 
 
@@ -99,6 +99,15 @@ def test_open_sizes_stay_open() -> None:
         x = torch.randn(rows, 4)
         torch.testing.assert_close(module(x), eager(x))
     assert num_compiled(module) == 2
+
+
+@pytest.mark.filterwarnings("ignore:Raw SymInt value")  # fine in a graph that is not lowered
+def test_a_strided_slice_leaves_its_size_open() -> None:
+    model = Function(lambda x: x[:, 1::2] * x[:, -4::2].mean())
+    captured = capture(model, (randn(2, 8),), open_dims=True)
+    normalize(captured)
+    assert captured.sizes is not None
+    assert captured.sizes.rejection([randn(3, 12)]) is None
 
 
 def test_an_open_size_of_another_tensor_stays_open() -> None:

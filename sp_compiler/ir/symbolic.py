@@ -9,8 +9,9 @@ comparison: the program is valid for every call for which all comparisons have t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, count
 from typing import Any
 
 import sympy
@@ -180,8 +181,9 @@ def open_sizes(placeholders: Mapping[int, Node], leaves: Sequence[Any], env: Sha
         fixed.append(tuple(shape))
     # By expression, which is that of the symbol itself no longer where two were found equal.
     names: dict[sympy.Expr, str] = {}
+    inputs = {str(node.target) for node in placeholders.values()}
     for _, value, leaf, dim in dims:
-        names.setdefault(value.node.expr, _name(leaves[leaf], dim, names))
+        names.setdefault(value.node.expr, _name(leaves[leaf], dim, [*names.values()], inputs))
     opened = [
         OpenSize(symbol, value, leaf, dim, names[value.node.expr])
         for symbol, value, leaf, dim in dims
@@ -189,11 +191,14 @@ def open_sizes(placeholders: Mapping[int, Node], leaves: Sequence[Any], env: Sha
     return Sizes(env, tuple(opened), tuple(fixed), tuple(ties))
 
 
-def _name(example: Tensor, dim: int, taken: Mapping[Any, str]) -> str:
-    """``b`` and ``s`` for the sizes of token ids, ``size0``, ``size1`` for others."""
+def _name(example: Tensor, dim: int, taken: Collection[str], inputs: Collection[str]) -> str:
+    """``b`` and ``s`` for the sizes of token ids, ``size0``, ``size1`` for others.
+
+    Not the name of an input, beside which it is an argument of the generated code.
+    """
     is_ids = example.dim() == 2 and not example.is_floating_point()
-    name = "bs"[dim] if is_ids else ""
-    return name if name and name not in taken.values() else f"size{len(taken)}"
+    names = chain("bs"[dim] if is_ids else "", (f"size{n}" for n in count(len(taken))))
+    return next(name for name in names if name not in taken and name not in inputs)
 
 
 def inline_sizes(graph: Graph) -> None:

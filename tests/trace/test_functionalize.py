@@ -211,3 +211,15 @@ def test_sizes_inside_of_no_grad_stay_open() -> None:
     captured = capture(Counting(), (torch.randn(5, 6),), {}, open_dims=True)
     assert captured.sizes is not None
     captured.sizes.require_known()
+
+
+class Named(nn.Module):
+    def forward(self, b: Tensor, size1: Tensor) -> Tensor:
+        return b + size1
+
+
+def test_sizes_have_no_names_of_inputs() -> None:
+    ids = torch.ones(5, 6, dtype=torch.int64)
+    captured = capture(Named(), (ids, torch.randn(5, 6)), {}, open_dims=True)
+    assert captured.sizes is not None
+    assert [size.name for size in captured.sizes.distinct] == ["size0", "s"]

@@ -130,11 +130,12 @@ class Reads:
         if not any(isinstance(x, LayoutRead) and x.source == source for x in self.decisions):
             self.decisions.append(LayoutRead(user_line(), repr(layout(leaf)), source))
 
-    def note_trained(self, value: Any) -> None:
-        """Record a real tensor that requires a gradient: export may forget that it does."""
-        if type(value) in (Tensor, nn.Parameter) and value.requires_grad:
-            memory = StorageWeakRef(value.untyped_storage())
-            self.trained.setdefault(memory, user_line())
+    def note_trained(self, values: Any) -> None:
+        """Record the real tensors that require a gradient: export may forget that they do."""
+        for value in pytree.tree_leaves(values):
+            if type(value) in (Tensor, nn.Parameter) and value.requires_grad:
+                memory = StorageWeakRef(value.untyped_storage())
+                self.trained.setdefault(memory, user_line())
 
     def text(self) -> str:
         """Message about the refused read."""
@@ -237,8 +238,7 @@ class _ReadMode(TorchFunctionMode):
         if func in _TESTS:
             with self:  # which is off in here
                 return bool(_TESTS[func](*args, **(kwargs or {})))
-        for leaf in pytree.tree_leaves((args, kwargs)):
-            self._reads.note_trained(leaf)
+        self._reads.note_trained((args, kwargs))
         if func in _CASTS and (node := _read_node(func, args[0])) is not None:
             parts, refusal = self._computed(node)
             if not refusal:

@@ -19,6 +19,8 @@ from sp_compiler.ops.communicator import Communicator
 from sp_compiler.ops.registry import Arguments, Gradient, Operator, Typing, register
 
 _aten, _sp = torch.ops.aten, torch.ops.sp_compiler
+LEFT_OUT = torch.iinfo(torch.int32).min
+"""In the place of a label that a mask has left out."""
 
 
 def ctc_loss(
@@ -34,7 +36,7 @@ def ctc_loss(
     """Loss (n,) of each sequence.
 
     ``log_probs`` (t, n, c), and the lengths (n,), are replicated, like ``targets``: (n, s), padded
-    behind each length, or all one behind the other in one dim, which may be followed by anything.
+    behind each length, or all one behind the other in one dim, without those that are LEFT_OUT.
     Every rank computes all of it; ``world_size``, 1 in what a model is captured as, says nothing.
     """
     losses, _ = _table(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
@@ -53,7 +55,7 @@ def ctc_loss_backward(  # noqa: PLR0913 - those of the operator
     world_size: int,
 ) -> Tensor:
     """Gradient of :func:`ctc_loss` for ``log_probs``."""
-    given = log_probs, _without_tail(targets, target_lengths), input_lengths, target_lengths
+    given = log_probs, _without_rest(targets), input_lengths, target_lengths
     table = _table(*given, blank, zero_infinity)
     result = _aten._ctc_loss_backward.Tensor(grad, *given, *table, blank, zero_infinity)
     # The kernel's has the strides of the scores, which models transpose.
@@ -64,13 +66,13 @@ def _table(
     log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor]:
     # Not ``torch.ctc_loss``, whose cuDNN kernel has no table.
-    targets = _without_tail(targets, target_lengths)
-    return _aten._ctc_loss.Tensor(log_probs, targets, input_lengths, target_lengths, *rest)
+    given = log_probs, _without_rest(targets), input_lengths, target_lengths
+    return _aten._ctc_loss.Tensor(*given, *rest)
 
 
-def _without_tail(targets: Tensor, target_lengths: Tensor) -> Tensor:
-    # The kernel takes as many as the lengths say, neither more nor fewer.
-    return targets[: int(target_lengths.sum())] if targets.dim() == 1 else targets
+def _without_rest(targets: Tensor) -> Tensor:
+    # What is left must be as many as the lengths say: the kernel raises an error otherwise.
+    return targets[targets != LEFT_OUT] if targets.dim() == 1 else targets
 
 
 def _fake_losses(log_probs: Tensor, *rest: Any) -> Tensor:
@@ -97,8 +99,11 @@ def _typings(args: Arguments, world_size: int) -> Sequence[Typing]:
 
 def _table_bytes(args: Arguments, result: Any) -> int:
     log_probs, targets = (args[name].meta["val"] for name in ("log_probs", "targets"))
-    # Of targets in one dim at most all are those of one sequence.
-    states = log_probs.shape[0] * log_probs.shape[1] * (2 * targets.shape[-1] + 1)
+    # Of targets in one dim the longest sequence is unknown; where a mask has chosen them of padded
+    # ones, it is at most as long as these.
+    sequences = log_probs.shape[1]
+    longest = targets.shape[-1] if targets.dim() == 2 else -(-targets.shape[0] // sequences)
+    states = log_probs.shape[0] * sequences * (2 * longest + 1)
     num_bytes: int = (2 if "grad" in args else 1) * states * log_probs.element_size()
     return num_bytes
 

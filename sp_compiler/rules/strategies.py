@@ -16,8 +16,8 @@ class Strategy:
     """One way to run an operator: placements of its tensor operands and of its results.
 
     ``lowering``: the operators that replace it if one rank does not run the operator itself: a
-    lookup or a loss over a sharded vocabulary, or a divided sum instead of a mean. ``whole``: that
-    of its rule.
+    lookup or a loss over a sharded vocabulary, or a divided sum instead of a mean. ``whole``:
+    positions of results that are the same whatever is sharded.
     """
 
     operands: tuple[Placement, ...]

@@ -9,7 +9,8 @@ from torch.nn import functional as F
 
 import sp_compiler
 from sp_compiler.base.placement import I
-from sp_compiler.ops.alignments import CTC_LOSS, CTC_LOSS_BACKWARD
+from sp_compiler.ops.alignments import CTC_LOSS, CTC_LOSS_BACKWARD, LEFT_OUT
+from sp_compiler.ops.communicator import Communicator, running_on
 from tests.helpers.own_operators import Case, assert_registered, assert_right
 from tests.helpers.slow import slow
 
@@ -18,8 +19,8 @@ _SCORES = torch.randn(7, 3, 5, dtype=torch.float64, generator=_GENERATOR).log_so
 _LABELS = torch.randint(1, 5, (3, 3), generator=_GENERATOR)
 _INPUTS, _TARGETS = torch.tensor([7, 5, 2]), torch.tensor([3, 1, 2])
 _KEPT = torch.arange(3) < _TARGETS[:, None]
-# One sequence behind the other, and anything behind the last.
-_IN_ONE_DIM = torch.cat([_LABELS[_KEPT], torch.tensor([-1, 9])])
+# One sequence behind the other.
+_IN_ONE_DIM = torch.where(_KEPT, _LABELS, LEFT_OUT).flatten()
 
 
 @pytest.mark.parametrize("zero_infinity", [True, False])
@@ -28,10 +29,10 @@ def test_loss(labels: Tensor, zero_infinity: bool) -> None:
     """The third sequence may have the same label twice, for which its inputs are too few."""
     labels = labels.clone()
     if zero_infinity:
-        (labels[2] if labels.dim() == 2 else labels[4:6])[:2] = 1
+        labels.view(3, 3)[2, :2] = 1
 
     def dense(scores: Tensor, targets: Tensor, inputs: Tensor, lengths: Tensor) -> Tensor:
-        given = targets if targets.dim() == 2 else targets[:6]
+        given = targets if targets.dim() == 2 else targets[targets != LEFT_OUT]
         return F.ctc_loss(
             scores, given, inputs, lengths, 2, reduction="none", zero_infinity=zero_infinity
         )
@@ -45,6 +46,13 @@ def test_registered() -> None:
     rest = (_LABELS, _INPUTS, _TARGETS, 0, True, 1)
     assert_registered(CTC_LOSS, _SCORES.clone().requires_grad_(), *rest)
     assert_registered(CTC_LOSS_BACKWARD, torch.ones(3, dtype=torch.float64), _SCORES, *rest)
+
+
+def test_as_many_labels_as_the_lengths_say() -> None:
+    """Torch refuses others too: of a batch that was cut they would be labels of other sequences."""
+    lengths = _TARGETS - torch.tensor([1, 0, 0])
+    with running_on(Communicator(None, 0, 1)), pytest.raises(RuntimeError, match="size 5"):
+        CTC_LOSS.overload(_SCORES, _IN_ONE_DIM, _INPUTS, lengths, 0, True, 1)
 
 
 class Recognizer(nn.Module):

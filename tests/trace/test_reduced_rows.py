@@ -22,6 +22,10 @@ def _classes(x: Tensor) -> Tensor:
     return x.detach()[..., 0].gt(0).long() + x.detach()[..., 1].gt(0).long()
 
 
+def _legal(x: Tensor, m: Tensor) -> Tensor:
+    return (x.detach() > x.detach().amin(-1, keepdim=True)) & m[..., None]
+
+
 REDUCTIONS: dict[str, _Function] = {
     "sum": lambda x, m: x[m].sum(),
     "sum over rows": lambda x, m: x[m].square().sum(0),
@@ -67,6 +71,15 @@ REDUCTIONS: dict[str, _Function] = {
     "selected of one row": lambda x, m: x[0, 0].masked_select(m[..., None]).sum(),
     "cross entropy of probabilities": lambda x, m: F.binary_cross_entropy(
         x[m].sigmoid(), x[m].detach().cos().square()
+    ),
+    "cross entropy by the first of two places": lambda x, m: F.cross_entropy(
+        x[0][torch.where(m.T)[0].clamp(max=4)], _classes(x)[0][torch.where(m.T)[0].clamp(max=4)]
+    ),
+    "choices, none of which is legal beside the rows": lambda x, m: (
+        torch.where(_legal(x, m)[m], x[m], -torch.inf).softmax(-1) @ x[0, :3]
+    ).sum(),
+    "probabilities out of their range beside the rows": lambda x, m: F.binary_cross_entropy(
+        x[..., 0][m].sigmoid(), (torch.where(m, 3, 0).to(x.dtype)[m] - 1) / 4
     ),
     "likelihood": lambda x, m: F.nll_loss(x[m].log_softmax(-1), _classes(x)[m]),
 }

@@ -84,7 +84,7 @@ class _Rewrite:
         self._places: dict[Node, Node] = {}  # results of ``where`` and ``nonzero`` to their mask
         self._numbers: dict[Node, int] = {}
         self._masks: dict[int, Node] = {}  # the first mask of each number
-        self._expanded: dict[tuple[Node, tuple[Any, ...]], Node] = {}  # by mask and shape
+        self._expanded: dict[tuple[str, Node, str], Node] = {}  # by module call, mask and shape
 
     def run(self) -> None:
         for node in list(self._values.graph.nodes):
@@ -185,7 +185,11 @@ class _Rewrite:
         if x in self._values.rows or mask in self._values.rows:
             raise Declined("rows are taken out of them")
         mask, shape = self._known_mask(mask), torch.broadcast_shapes(shape_of(x), shape_of(mask))
-        mask = self._expanded.setdefault((mask, shape), self._expand(mask, shape))
+        # Of each call of a module its own, as the places in RowValues.hit.
+        key = str(node.meta.get("nn_module_stack")), mask, str(shape)
+        if key not in self._expanded:
+            self._expanded[key] = self._expand(mask, shape)
+        mask = self._expanded[key]
         rows = Rows(mask, self._expand(x, shape), 0, tuple(range(len(shape))))
         self._values.rows[node] = self._entered(rows, node)
 
@@ -202,8 +206,7 @@ class _Rewrite:
         if not node.meta["val"].is_floating_point():
             return rows
         right = len(shape_of(self._values.node)) - rows.dim - 1
-        hit = self._values.hit(rows.mask, rows.axes, right)
-        zeroed = self._values.call(_aten.where.ScalarOther, hit, rows.node, 0)
+        zeroed = self._values.zeroed(rows.node, rows.mask, rows.axes, right)
         return replace(rows, node=zeroed)
 
     def _taken(self, x: Node, first: int, places: Sequence[Rows]) -> Rows:

@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from sp_compiler.ir.fx import arguments, shape_of
 from sp_compiler.ir.symbolic import same_shape
-from sp_compiler.ops.alignments import CTC_LOSS
+from sp_compiler.ops.alignments import CTC_LOSS, LEFT_OUT
 from sp_compiler.trace.masked_rows.rows import Declined, Rows, RowValues
 
 _aten = torch.ops.aten
@@ -143,6 +143,8 @@ class Reductions:
         # In one dim, for dim 1 of the operand has the classes. What the mask leaves out is ignored
         # in a mean and in its divisor.
         scores = values.widened(rows, every, 1, x)
+        if rows.axes != every:
+            scores = values.call(_aten.expand.default, scores, [*sizes, shape_of(x)[1]])
         scores = values.call(_aten.reshape.default, scores, [-1, shape_of(x)[1]])
         wanted = values.widened(places, every, 0, target)
         hit = values.hit(rows.mask, every, 0)
@@ -162,15 +164,14 @@ class Reductions:
         values, targets = self._values, bound["targets"]
         if [x for x in node.all_input_nodes if x in values.rows] != [targets]:
             raise Declined("they are combined with each other")
-        mask = values.rows[targets].mask
-        every = tuple(range(len(shape_of(mask))))
-        labels = values.widened(values.rows[targets], every, 0, targets)
+        rows = values.rows[targets]
+        if len(shape_of(targets)) != 1:
+            raise Declined("they are no single labels")
+        every = tuple(range(len(shape_of(rows.mask))))
+        hit = values.hit(rows.mask, every, 0)
+        labels = values.widened(rows, every, 0, targets)
+        labels = values.call(_aten.where.ScalarOther, hit, labels, LEFT_OUT)
         labels = values.call(_aten.reshape.default, labels, [-1])
-        left_out = values.call(_aten.logical_not.default, values.hit(mask, every, 0))
-        left_out = values.call(_aten.reshape.default, left_out, [-1])
-        # In front of those that are left out, in their order: the loss takes what its lengths say.
-        order = values.call(_aten.argsort.stable, left_out, stable=True)
-        labels = values.call(_aten.index.Tensor, labels, [order])
         given = {**bound, "targets": labels}
         self._finish(node, values.call(node.target, *given.values()))
         return True

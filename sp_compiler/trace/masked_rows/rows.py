@@ -31,6 +31,8 @@ _FINITE = frozenset(
         "softplus", "square", "sub", "tanh", "threshold", "where",
     }
 )  # fmt: skip
+# Kernels that check the range of their operands, and that 0 is in.
+_OF_A_RANGE = ("binary_cross_entropy",)
 
 
 @dataclass(frozen=True)
@@ -101,9 +103,19 @@ class RowValues:
             raise Declined("they are combined with what is no row")
         axes = union(operands.values())
         wide = {x: self.widened(rows, axes, min(right), x) for x, rows in operands.items()}
+        if _name(node) in _OF_A_RANGE:
+            wide = {x: self.zeroed(each, mask, axes, min(right)) for x, each in wide.items()}
         args, kwargs = map_arg((node.args, node.kwargs), lambda x: wide.get(x, x))
         dim = len(shape_of(node)) - min(right) - 1
-        return Rows(mask, self.call(node.target, *args, **kwargs), dim, axes)
+        every = self.call(node.target, *args, **kwargs)
+        # Its other branch may be minus infinity, all over a row that is left out.
+        if _name(node) == "where" and node.meta["val"].is_floating_point():
+            every = self.zeroed(every, mask, axes, min(right))
+        return Rows(mask, every, dim, axes)
+
+    def zeroed(self, every: Node, mask: Node, axes: tuple[int, ...], right: int) -> Node:
+        """``every`` with zeros where the mask selects no row."""
+        return self.call(_aten.where.ScalarOther, self.hit(mask, axes, right), every, 0)
 
     def widened(
         self, rows: Rows, axes: tuple[int, ...], right: int, source: Node | None = None
@@ -141,8 +153,7 @@ class RowValues:
         """All rows, with zeros where the mask does not select them."""
         rows = self.rows[value]
         every = tuple(range(len(shape_of(rows.mask))))
-        wide = self.widened(rows, every, right, value)
-        return self.call(_aten.where.ScalarOther, self.hit(rows.mask, every, right), wide, 0)
+        return self.zeroed(self.widened(rows, every, right, value), rows.mask, every, right)
 
 
 def union(rows: Iterable[Rows]) -> tuple[int, ...]:

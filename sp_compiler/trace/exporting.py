@@ -138,7 +138,8 @@ class ExportRun:
                 _unfreeze(exported.graph_module.graph)
                 _write_eps(exported.graph_module)
                 exported = functionalize(exported)
-                refuse_trained_constants(exported, reads.trained)
+                trained = [key for key, each in self.model.named_buffers() if each.requires_grad]
+                refuse_trained_constants(exported, reads.trained, trained)
             except ForeignDraw:
                 raise
             except DataDependentError as error:  # its text has all that torch's would say

@@ -52,6 +52,8 @@ BODIES: dict[str, tuple[Body, str]] = {
     "repeated": (lambda conv, h, mask, sizes: h.repeat_interleave(sizes, 0).cumsum(0), "6"),
     "bound": (lambda conv, h, mask, sizes: h[:, : sizes[1]].cumsum(1), "3"),
     "written": (lambda conv, h, mask, sizes: _written(h, sizes), "1"),
+    "written at a mask": (lambda conv, h, mask, sizes: _written_at(h, mask), "5"),
+    "put at a mask": (lambda conv, h, mask, sizes: h.index_put((mask,), h[mask].cumsum(0)), "5"),
     "size": (lambda conv, h, mask, sizes: _in_rows(h, sizes[0]).softmax(1), "2"),
 }
 
@@ -59,6 +61,12 @@ BODIES: dict[str, tuple[Body, str]] = {
 def _written(h: Tensor, sizes: Tensor) -> Tensor:
     result = torch.zeros_like(h)
     result[:, : sizes[2]] = h[:, : sizes[2]].cumsum(0)
+    return result
+
+
+def _written_at(h: Tensor, mask: Tensor) -> Tensor:
+    result = h * 1
+    result[mask] = h[mask].cumsum(0)
     return result
 
 
@@ -132,6 +140,13 @@ def test_a_list_of_numbers_is_made_a_tensor() -> None:
 def test_what_is_computed_for_all_rows_is_not_counted() -> None:
     captured = capture(_model(lambda conv, h, mask, sizes: h[mask]), (), _inputs())
     assert not captured.decisions
+
+
+def test_one_number_of_repetitions_for_all_rows_is_refused() -> None:
+    with pytest.raises(CaptureError, match="repeat_interleave"):
+        capture(
+            _model(lambda conv, h, mask, sizes: h.repeat_interleave(sizes[:1], 0)), (), _inputs()
+        )
 
 
 def test_rows_chosen_by_activations_are_refused() -> None:

@@ -239,7 +239,7 @@ def _shaped(linear: nn.Module, x: Tensor) -> Tensor:
 def test_a_tensor_that_would_get_no_gradient_is_refused() -> None:
     """Its name is not among the model's parameters, so no program returns its gradient."""
     x = torch.randn(2, 4)
-    said = r"\(4, 4\) that requires a gradient and is no p.*test_grad_modes.py:\d+ return"
+    said = r"\(4, 4\) that requires a gradient and is not read.*test_grad_modes.py:\d+ return"
     with pytest.raises(UnsupportedError, match=said):
         capture(Hidden(_trained), (x,), {})
     for function in (_taught, _shaped):
@@ -247,3 +247,9 @@ def test_a_tensor_that_would_get_no_gradient_is_refused() -> None:
     frozen = Hidden(_trained)
     frozen.hidden[0].requires_grad_(False)
     capture(frozen, (x,), {})
+    scaled = Hidden(lambda linear, x: scaled.scale * x)
+    scaled.register_buffer("scale", torch.ones(4, requires_grad=True))
+    with pytest.raises(UnsupportedError, match="buffer 'scale' requires a gradient"):
+        capture(scaled, (x,), {})
+    scaled.function = lambda linear, x: scaled.scale.detach() * x
+    capture(scaled, (x,), {})

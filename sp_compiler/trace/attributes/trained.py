@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from torch._ops import OpOverload
 from torch.export import ExportedProgram
@@ -17,19 +17,25 @@ _WITHOUT_GRADIENT = re.compile(r"aten::(detach|new_\w+|\w+_like)")
 
 
 def refuse_trained_constants(
-    exported: ExportedProgram, lines: Mapping[StorageWeakRef, str]
+    exported: ExportedProgram, lines: Mapping[StorageWeakRef, str], buffers: Collection[str]
 ) -> None:
-    """Refuse a constant that would get a gradient in the model, and gets none of a program.
+    """Refuse a constant or a buffer that would get a gradient in the model and gets none here.
 
     Args:
         exported: functional, with what is computed under ``no_grad`` detached.
         lines: the lines that compute with tensors that require a gradient, by their storage.
+        buffers: names of those that require a gradient.
 
     Raises:
         UnsupportedError: an output depends on one, differentiably.
     """
     inputs = exported.graph.find_nodes(op="placeholder")
     for node, spec in zip(inputs, exported.graph_signature.input_specs, strict=True):
+        if spec.kind is InputKind.BUFFER and spec.target in buffers and _reaches_output(node):
+            raise UnsupportedError(
+                f"buffer {spec.target!r} requires a gradient, and a step computes those of "
+                "parameters and inputs: make it an nn.Parameter, or read it by detach()"
+            )
         if spec.kind is not InputKind.CONSTANT_TENSOR:
             continue
         value = exported.constants[spec.target]
@@ -37,9 +43,10 @@ def refuse_trained_constants(
         if line is not None and _reaches_output(node):
             raise UnsupportedError(
                 f"the forward computes with a tensor {tuple(value.shape)} that requires a gradient "
-                f"and is no parameter of the model, so it would get none: {line}; make it an "
-                "nn.Parameter that is an attribute of a module (several: an nn.ParameterList), or "
-                "an argument of forward, or read it by detach()"
+                f"and is not read as a parameter of a module, so it would get none: {line}; make "
+                "it an nn.Parameter that is an attribute of a module (several: an "
+                "nn.ParameterList) and read it there, or an argument of forward, or read it by "
+                "detach()"
             )
 
 

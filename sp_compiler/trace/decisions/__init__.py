@@ -181,7 +181,8 @@ def recorded_reads(
             mode = _ReadMode(reads, Sources(sources, real, leaves, buffers), rows)
             answers = modes_answered(reads.callers)
             with mode, warned_of_symbols_in_text(), answers, inference_without_gradients():
-                return forward(*args, **kwargs)
+                outputs = forward(*args, **kwargs)
+            return mode.finite.shown(outputs)
         except Exception as error:
             if not is_data_dependent(error):
                 raise
@@ -229,7 +230,7 @@ class _ReadMode(TorchFunctionMode):
         super().__init__()
         self._reads = reads
         self._sources = sources
-        self._finite = FiniteTests()
+        self.finite = FiniteTests()
         self._rows = RowChoices(rows, self._is_known, self._number)
 
     def __torch_function__(
@@ -243,7 +244,7 @@ class _ReadMode(TorchFunctionMode):
             parts, refusal = self._computed(node)
             if not refusal:
                 return _CASTS[func](self._decide(node, parts), *args[1:])
-            if (finite := self._finite.answer(args[0])) is not None:
+            if (finite := self.finite.answer(args[0])) is not None:
                 return _CASTS[func](finite, *args[1:])
             # Torch may still have an answer (a constant), or nobody may use what it returns.
             self._reads.refused = self._reads.refused or (user_line(), refusal)
@@ -264,7 +265,7 @@ class _ReadMode(TorchFunctionMode):
         if (chosen := self._rows.result(func, args, kwargs or {})) is not NotImplemented:
             return chosen
         result = func(*args, **(kwargs or {}))
-        self._finite.record(func, args, result)
+        self.finite.record(func, args, result)
         return result
 
     def _computed(self, node: Node) -> tuple[list[Node], str]:

@@ -1,9 +1,11 @@
 """Questions of a forward whether all numbers of a tensor are finite.
 
 ``if not torch.isfinite(x).all(): x = x.clamp(...)`` reads a number that no capture can know. The
-program is the one for finite numbers, and any other becomes NaN in ``x``, for the loss to show::
+program is the one for finite numbers. Where the answer was another, all that the program returns
+becomes NaN::
 
-    x;  x.isfinite().all()  ->  True        =>        x' = masked_fill(x, ~isfinite(x), nan)
+    if torch.isinf(x).any(): ...       =>       asked = x.isinf().any()
+    return loss                                 return loss * where(asked != False, nan, 1)
 """
 
 from __future__ import annotations
@@ -15,6 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from sp_compiler.base.errors import CaptureError
 
 _TESTS: Mapping[object, bool] = {
     torch.isfinite: True,
@@ -51,13 +56,13 @@ class _Answer:
 
     Attributes:
         tensor: whose elements they are; held, so that no other tensor gets its id.
+        version: of the tensor: a write may have changed it.
         value: of each of them.
-        asked: the others, with their versions when they were read.
     """
 
     tensor: Tensor
+    version: int
     value: bool
-    asked: tuple[tuple[Tensor, int], ...]
 
 
 @dataclass
@@ -65,49 +70,57 @@ class FiniteTests:
     """Tests for finite numbers that a forward has made during a capture."""
 
     _answers: dict[int, _Answer] = field(default_factory=dict)
+    _others: list[Tensor] = field(default_factory=list)  # whether an answer was another
 
     def record(self, func: Any, args: Sequence[Any], result: Any) -> None:
         """Note ``result`` of ``func(*args)`` if it is known for finite numbers."""
-        if func in _TESTS and args[0].is_floating_point():
-            numbers = (args[0], args[0]._version)
-            self._answers[id(result)] = _Answer(result, _TESTS[func], (numbers,))
+        if not args or not isinstance(result, Tensor):
             return
-        if func not in _EVERY and func not in _COMBINED:
+        if func in _TESTS:
+            value = _TESTS[func] if args[0].is_floating_point() else None
+        elif func in _EVERY:
+            known = self._known(args[0])
+            value = known if known is _EVERY[func] else None
+        elif func in _COMBINED:
+            operands = [self._known(each) for each in args]
+            value = None if None in operands else _COMBINED[func](*operands)
+        else:
             return
-        operands = [self._answers.get(id(each)) for each in args if isinstance(each, Tensor)]
-        known = [each for each in operands if each is not None]
-        if not known or len(known) < len(operands) or not isinstance(result, Tensor):
-            return
-        values = [each.value for each in known]
-        if func in _EVERY and values != [_EVERY[func]]:
-            return
-        value = values[0] if func in _EVERY else _COMBINED[func](*values)
-        asked = tuple(pair for each in known for pair in each.asked)
-        self._answers[id(result)] = _Answer(result, value, asked)
+        if value is not None:
+            self._answers[id(result)] = _Answer(result, result._version, value)
+
+    def _known(self, operand: Any) -> bool | None:
+        if isinstance(operand, bool):
+            return operand
+        found = self._answers.get(id(operand))
+        return None if found is None or found.version != found.tensor._version else found.value
 
     def answer(self, tensor: Tensor) -> bool | None:
-        """Return the number of ``tensor`` for finite numbers, and make all others NaN.
+        """Return the number of ``tensor`` for finite numbers; ``None`` if it is no such test."""
+        value = self._known(tensor)
+        if value is not None:
+            self._others.append(tensor.detach() != value)
+        return value
 
-        Returns:
-            ``None`` if ``tensor`` is no such test, or if its operands cannot be written into.
+    def shown(self, outputs: Any) -> Any:
+        """Return ``outputs`` of the forward, NaN where an answer was another.
+
+        Raises:
+            CaptureError: none of them is a floating-point tensor.
         """
-        found = self._answers.get(id(tensor))
-        if found is None or not all(map(_can_be_written, found.asked)):
-            return None
-        for index, (each, _) in enumerate(found.asked):
-            if not any(each is earlier for earlier, _ in found.asked[:index]):
-                try:
-                    each.masked_fill_(~each.isfinite(), math.nan)
-                except RuntimeError:  # torch allows no write into one of the parts of a split
-                    return None
-        return found.value
-
-
-def _can_be_written(asked: tuple[Tensor, int]) -> bool:
-    """Return whether the tensor still has the numbers asked for, and its gradient stays its own."""
-    tensor, version = asked
-    # A write without gradients would be one that stops them in the functional graph.
-    gradients = torch.is_grad_enabled() or not tensor.requires_grad
-    view_of_leaf = tensor._is_view() and tensor._base is not None and tensor._base.is_leaf
-    leaf = tensor.requires_grad and (tensor.is_leaf or view_of_leaf)
-    return tensor._version == version and gradients and not leaf
+        if not self._others:
+            return outputs
+        other = torch.stack([each.reshape(()) for each in self._others]).any()
+        leaves, spec = pytree.tree_flatten(outputs)
+        floats = [isinstance(x, Tensor) and x.is_floating_point() for x in leaves]
+        if not any(floats):
+            raise CaptureError(
+                "the forward asks whether activations are finite, and returns no floating-point "
+                "tensor that could show where they are not; ask outside of forward"
+            )
+        # By a product, so that gradients are NaN as well.
+        marked = [
+            x * torch.where(other, math.nan, 1.0).to(x.dtype) if is_float else x
+            for x, is_float in zip(leaves, floats, strict=True)
+        ]
+        return pytree.tree_unflatten(marked, spec)

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 _MASKED_SELECT = (torch.masked_select, Tensor.masked_select)
 _NONZERO = (torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere)
+_PUT = (torch.index_put, Tensor.index_put, Tensor.index_put_)
 _REPEATED = (torch.repeat_interleave, Tensor.repeat_interleave)
 _ITEMS = (Tensor.__getitem__, Tensor.__setitem__)
 _FACTORIES = (torch.arange, torch.empty, torch.ones, torch.zeros)
@@ -65,10 +66,19 @@ class RowChoices:
 
     def result(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what ``func`` of these arguments is; ``NotImplemented`` to call it as it is."""
+        if not args:
+            return NotImplemented
         if func in _ITEMS:
             return self._item(func, *args)
         if func in _FACTORIES or func in _SIZED:
             return self._sized(func, args, kwargs)
+        if func in _PUT and not kwargs:
+            return self._put(func, *args)
+        if func in _REPEATED and "output_size" not in kwargs:
+            return self._repeated(func, args, kwargs)
+        return self._selected(func, args, kwargs)
+
+    def _selected(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if func in _MASKED_SELECT and not kwargs and self._is_known(args[1]):
             x, mask = args
             shape = torch.broadcast_shapes(x.shape, mask.shape)
@@ -78,9 +88,16 @@ class RowChoices:
             return columns if kwargs.get("as_tuple") else torch.stack(columns, 1)
         if func is torch.where and len(args) == 1 and not kwargs and self._is_known(args[0]):
             return self._columns(args[0] != 0)
-        if func in _REPEATED and "output_size" not in kwargs:
-            return self._repeated(func, args, kwargs)
         return NotImplemented
+
+    def _put(self, func: Any, x: Any, indices: Any, *rest: Any) -> Any:
+        taken: list[Any] = []
+        for index in indices:
+            taken += self._columns(index) if self._is_counted_mask(index) else [index]
+        return func(x, tuple(taken), *rest) if self.rows.counted else NotImplemented
+
+    def _is_counted_mask(self, index: Any) -> bool:
+        return _is_mask(index) and self._is_known(index)
 
     def _is_known(self, tensor: Any) -> bool:
         """Return whether rows chosen by ``tensor`` are to be counted."""
@@ -116,7 +133,7 @@ class RowChoices:
         for step in index if isinstance(index, tuple) else (index,):
             if isinstance(step, slice):
                 taken.append(slice(*map(self._size, (step.start, step.stop, step.step))))
-            elif reads and _is_mask(step) and self._is_known(step):
+            elif self._is_counted_mask(step):
                 taken += self._columns(step)
             else:
                 taken.append(step)
@@ -133,8 +150,9 @@ class RowChoices:
         return self.read(size) if counts else size
 
     def _repeated(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        repeats = kwargs.get("repeats", args[1] if len(args) > 1 else args[0])
-        if not self._is_known(repeats):
+        repeats = kwargs["repeats"] if "repeats" in kwargs else args[1] if args[1:] else args[0]
+        # One number for all rows is not the sum over them.
+        if not isinstance(repeats, Tensor) or repeats.numel() == 1 or not self._is_known(repeats):
             return NotImplemented
         return func(*args, **kwargs, output_size=int(self.read(repeats.sum())))
 

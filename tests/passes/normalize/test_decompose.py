@@ -35,6 +35,8 @@ _CASES: list[tuple[Callable[[Tensor], Any], set[str]]] = [
     (lambda x: x[:1].expand_as(x), {"slice.Tensor", "expand"}),
     (lambda x: x[:, ::2], {"reshape", "select.int"}),
     (lambda x: x[:, 1::2], {"reshape", "select.int"}),
+    (lambda x: x[:, -3::2], {"reshape", "select.int"}),
+    (lambda x: x[:, -7::2], {"reshape", "select.int"}),  # from the first on
     (lambda x: x[:, ::3], {"slice.Tensor"}),  # 3 does not divide 4
     (lambda x: x[:, 2::2], {"slice.Tensor"}),  # not all of it
     (lambda x: x.repeat(3, 1, 2), {"reshape", "expand"}),

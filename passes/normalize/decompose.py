@@ -253,10 +253,9 @@ def _strided_slice(node: Node) -> None:
     dim = bound["dim"] % len(shape)
     if step == 1:
         return
+    # Not by slice.indices, which would make a number of an open size.
     start = bound["start"] or 0
-    if start < 0:
-        # For these alone, because it makes a number of an open size.
-        start, _, _ = slice(start, bound["end"], step).indices(shape[dim])
+    start = start if start >= 0 else torch.sym_max(start + shape[dim], 0)
     # A dim that the step does not divide has no factors that a rule could name.
     if shape[dim] % step or shape_of(node)[dim] != shape[dim] // step:
         return

@@ -110,7 +110,7 @@ class FiniteTests:
         """
         if not self._others:
             return outputs
-        other = torch.stack([each.reshape(()) for each in self._others]).any()
+        others = torch.stack([each.reshape(()) for each in self._others])
         leaves, spec = pytree.tree_flatten(outputs)
         floats = [isinstance(x, Tensor) and x.is_floating_point() for x in leaves]
         if not any(floats):
@@ -120,7 +120,7 @@ class FiniteTests:
             )
         # By a product, so that gradients are NaN as well.
         marked = [
-            x * torch.where(other, math.nan, 1.0).to(x.dtype) if is_float else x
+            x * torch.where(others.any(), math.nan, 1.0).to(x.dtype) if is_float else x
             for x, is_float in zip(leaves, floats, strict=True)
         ]
         return pytree.tree_unflatten(marked, spec)

@@ -39,7 +39,8 @@ def ctc_loss(
     behind each length, or all one behind the other in one dim, without those that are LEFT_OUT.
     Every rank computes all of it; ``world_size``, 1 in what a model is captured as, says nothing.
     """
-    losses, _ = _table(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
+    given = log_probs, _without_rest(targets), input_lengths, target_lengths
+    losses, _ = _table(*given, blank, zero_infinity)
     return torch.where(losses.isinf(), 0, losses) if zero_infinity else losses
 
 
@@ -62,12 +63,9 @@ def ctc_loss_backward(  # noqa: PLR0913 - those of the operator
     return result.contiguous()
 
 
-def _table(
-    log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor]:
+def _table(*args: Any) -> tuple[Tensor, Tensor]:
     # Not ``torch.ctc_loss``, whose cuDNN kernel has no table.
-    given = log_probs, _without_rest(targets), input_lengths, target_lengths
-    return _aten._ctc_loss.Tensor(*given, *rest)
+    return _aten._ctc_loss.Tensor(*args)
 
 
 def _without_rest(targets: Tensor) -> Tensor:

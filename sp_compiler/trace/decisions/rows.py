@@ -127,7 +127,7 @@ class RowChoices:
 
     def _item(self, func: Any, x: Any, index: Any, *value: Any) -> Any:
         reads = func is Tensor.__getitem__
-        if reads and _is_mask(index) and self._is_known(index):
+        if reads and self._is_counted_mask(index):
             return x.flatten(0, index.ndim - 1)[self._places(index)]
         taken: list[Any] = []
         for step in index if isinstance(index, tuple) else (index,):

@@ -88,9 +88,8 @@ class PutBack:
         places = [self._values.rows[index] for index in indices if index in self._values.rows]
         axes = list(range(len(shape_of(places[0].mask)))) if places else []
         same = all(each.mask is places[0].mask for each in places)
-        if not same or len(places) != len(indices) or [each.column for each in places] != axes:
-            raise Declined("a number is written at other places")
-        if number in self._values.rows or not covers(base, 0, places):
+        same = same and len(places) == len(indices) and [each.column for each in places] == axes
+        if not same or number in self._values.rows or not covers(base, 0, places):
             raise Declined("a number is written at other places")
         right = len(shape_of(base)) - len(axes)
         hit = self._values.hit(places[0].mask, tuple(axes), right)

@@ -133,8 +133,8 @@ class Reductions:
         values, (x, target) = self._values, (bound["self"], bound["target"])
         if not {x, target} <= values.rows.keys() or bound["weight"] in values.rows:
             raise Declined("they are combined with what is no row")
-        rows, places = values.rows[x], values.rows[target]
-        if places.mask is not rows.mask:
+        rows = values.rows[x]
+        if values.rows[target].mask is not rows.mask:
             raise Declined("they are mixed with those of another mask")
         if len(shape_of(x)) != 2 or rows.dim or len(shape_of(target)) != 1:
             raise Declined("their classes are not in the dim behind them")
@@ -146,10 +146,7 @@ class Reductions:
         if rows.axes != every:
             scores = values.call(_aten.expand.default, scores, [*sizes, shape_of(x)[1]])
         scores = values.call(_aten.reshape.default, scores, [-1, shape_of(x)[1]])
-        wanted = values.widened(places, every, 0, target)
-        hit = values.hit(rows.mask, every, 0)
-        wanted = values.call(_aten.where.ScalarOther, hit, wanted, bound["ignore_index"])
-        wanted = values.call(_aten.reshape.default, wanted, [-1])
+        wanted = self._labels(target, bound["ignore_index"])
         given = {**bound, "self": scores, "target": wanted}
         loss = values.call(node.target, *given.values())
         if bound["reduction"] == _NONE:
@@ -164,17 +161,19 @@ class Reductions:
         values, targets = self._values, bound["targets"]
         if [x for x in node.all_input_nodes if x in values.rows] != [targets]:
             raise Declined("they are combined with each other")
-        rows = values.rows[targets]
         if len(shape_of(targets)) != 1:
             raise Declined("they are no single labels")
-        every = tuple(range(len(shape_of(rows.mask))))
-        hit = values.hit(rows.mask, every, 0)
-        labels = values.widened(rows, every, 0, targets)
-        labels = values.call(_aten.where.ScalarOther, hit, labels, LEFT_OUT)
-        labels = values.call(_aten.reshape.default, labels, [-1])
-        given = {**bound, "targets": labels}
+        given = {**bound, "targets": self._labels(targets, LEFT_OUT)}
         self._finish(node, values.call(node.target, *given.values()))
         return True
+
+    def _labels(self, labels: Node, left_out: int) -> Node:
+        """All rows of ``labels`` in one dim, with ``left_out`` where the mask selects none."""
+        values, rows = self._values, self._values.rows[labels]
+        every = tuple(range(len(shape_of(rows.mask))))
+        wide, hit = values.widened(rows, every, 0, labels), values.hit(rows.mask, every, 0)
+        wide = values.call(_aten.where.ScalarOther, hit, wide, left_out)
+        return values.call(_aten.reshape.default, wide, [-1])
 
     def _finish(self, node: Node, result: Node) -> None:
         result.meta["val"] = node.meta["val"]

@@ -107,11 +107,9 @@ def _best_of_first(block: Block, limit_bytes: int, bound_us: float) -> Walked:
     """Return the best of the walks with priorities that are known beforehand."""
     best = as_given(block)
     fitting = best.fitting
-    priorities = (_in_given_order(block), _by_longest_path(block), _by_next_collective(block))
-    for sparing, ranks in product((False, True), priorities):
-        if sparing and best.time_us <= bound_us:
-            break
-        wishes = Wishes(ranks, sparing=sparing)
+
+    def walk_with(wishes: Wishes) -> None:
+        nonlocal best
         # The first walk starts collectives as soon as their operands are there, the others as late
         # as the walk before them shows to do, as long as that improves on it.
         most_us = _FAR * best.cost_us
@@ -121,6 +119,16 @@ def _best_of_first(block: Block, limit_bytes: int, bound_us: float) -> Walked:
                 break
             best, most_us = min(best, walk, key=lambda walk: walk.cost_us), walk.cost_us
             wishes = replace(wishes, latest_us=_latest_starts(block, walk.start_us))
+
+    other_if_sparing = []
+    for ranks in (_in_given_order(block), _by_longest_path(block), _by_next_collective(block)):
+        fitting.spends = False
+        walk_with(Wishes(ranks))
+        if fitting.spends:
+            other_if_sparing.append(ranks)
+    for ranks in other_if_sparing:
+        if best.time_us > bound_us:
+            walk_with(Wishes(ranks, sparing=True))
     return best
 
 

@@ -54,6 +54,7 @@ class Fitting:
         can_run: whether a task can run after a set of others (one bit each), as far as that was
             asked: most walks meet the sets of the walks before.
         limits: whether something did not fit in some walk: with more memory it may be another.
+        spends: whether some walk ran a kernel that it would not have run had it been sparing.
     """
 
     def __init__(self, block: Block, order: Sequence[int]) -> None:
@@ -63,7 +64,7 @@ class Fitting:
         self.most_bytes = [0, *accumulate(reversed(self.reached_bytes), max)][::-1]
         self.made_bytes = [block.made_bytes[position] for position in order]
         self.place = {position: place for place, position in enumerate(order)}
-        self.limits = False
+        self.limits = self.spends = False
         self.can_run: dict[tuple[int, int], bool] = {}
 
 
@@ -181,11 +182,13 @@ class _Walk:
         if kernel is not None:
             if not waits:
                 return kernel
-            spares = self._wishes.sparing and self._spares(kernel, arrival_us - now_us)
             # A wait that ranks before the kernel: so long a kernel would delay what follows it.
             ranks = self._rank_of
-            if not spares and ranks[kernel] < min([ranks[each] for _, each in waits]):
-                return kernel
+            if ranks[kernel] < min([ranks[each] for _, each in waits]):
+                spares = self._spares(kernel, arrival_us - now_us)
+                if not (spares and self._wishes.sparing):
+                    self._fitting.spends |= spares
+                    return kernel
         # Nothing to do meanwhile, or nothing that fits: the clock goes on to the next arrival. With
         # nothing under way, the next of the order that fits does fit.
         return wait if waits else oldest

@@ -104,6 +104,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.slow
 def test_megatron_style_equals_the_plain_model() -> None:
     expected = _eager(_model())
     for rank in run_on_ranks(2, _megatron, SETTINGS):

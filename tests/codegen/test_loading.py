@@ -24,6 +24,7 @@ def _traceback_of(namespace: dict[str, object]) -> str:
     return "".join(traceback.format_exception(caught.value))
 
 
+@pytest.mark.slow
 def test_lines_live_as_long_as_a_function_of_the_module() -> None:
     gc.collect()  # of modules that other tests loaded
     before = _files()

@@ -164,6 +164,7 @@ def test_configurations_that_are_wrong(config: Path, fields: dict[str, Any], mes
     assert message in result.stderr.splitlines()[0]
 
 
+@pytest.mark.slow
 def test_a_configuration_saved_without_a_model(config: Path) -> None:
     """``config.save_pretrained()`` names no class: that of AutoModelForCausalLM is meant."""
     named = _run("code", str(config), "--sequence", "16", "--tp", "1")

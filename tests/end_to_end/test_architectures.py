@@ -32,12 +32,12 @@ _EVERYTHING = [
     for number, name in enumerate(architectures.names())
 ]
 # One of each kind of trap that is quick: what it is that the others do not have. Scans (mamba),
-# windows (swin), two lengths (t5), two towers (siglip) and latent attention (deepseek_v3) take
-# longest, as does complex rotary embedding (llama4_text), so they are slow tests like the rest.
+# windows (swin), two lengths (t5), two towers (siglip), latent attention (deepseek_v3), biases of
+# experts (gpt_oss) and complex rotary embedding (llama4_text) take longest, so they are slow tests
+# like the rest.
 _FAST = [
     ("bloom", "dividing"),  # batch and heads in one dim, ALiBi
     ("phi3", "dividing"),  # fused gate_up
-    ("gpt_oss", "dividing"),  # experts with biases, interleaved gates, attention sinks
     ("torch_TransformerDecoder", "dividing"),  # given masks and memory
 ]
 # Projections that are packed and taken apart by slices, views or splits, written ``x @ w.T``, or

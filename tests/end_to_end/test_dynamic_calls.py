@@ -203,6 +203,7 @@ class _Never:
         return "never"
 
 
+@pytest.mark.slow
 def test_a_size_of_one_is_a_program_of_its_own() -> None:
     module, model = users.compiled(), users.net()
     for shape in ((2, 4), (2, 5), (3, 7)):

@@ -122,6 +122,7 @@ def _windowed() -> nn.Module:
     return Windowed().double()
 
 
+@pytest.mark.slow
 def test_a_mask_that_is_causal_for_short_sequences_only() -> None:
     program = open_program(_windowed(), {"x": tokens(2, 6)}, tp=2)
     assert "0.0, True" in program.code  # no mask

@@ -65,7 +65,7 @@ def _in_turn() -> dict[str, list[Setting]]:
         for number, name in enumerate(zoo.names())
         if name != "t5"
     }
-    return {**chosen, "plain": _PAIRWISE[:4]}
+    return {**chosen, "plain": _PAIRWISE[:2]}
 
 
 def _everything() -> dict[str, list[Setting]]:
@@ -118,7 +118,7 @@ def test_pairwise_rows_cover() -> None:
 
 
 @pytest.mark.parametrize("tp", [3, slow(8)])
-@pytest.mark.parametrize("name", ["llama", "vit", *map(slow, ("gpt2", "t5", "encoder"))])
+@pytest.mark.parametrize("name", ["vit", *map(slow, ("llama", "gpt2", "t5", "encoder"))])
 def test_what_does_not_divide_is_padded_or_whole(name: str, tp: int) -> None:
     """Four heads and a width of 32: eight ranks divide only widths, three nothing."""
     parity.assert_parity(parity.case(name, 2, 7), _TIGHT, tp=tp)
@@ -136,7 +136,6 @@ def test_smallest_inputs(name: str, size: tuple[int, int]) -> None:
     ("name", "sequence_parallel", "ranks"),
     [
         ("gpt2", True, (2,)),
-        ("llama", False, (4,)),
         *(
             slow(name, sequence_parallel, (1, 2, 4))
             for name in ("gpt2", "llama")

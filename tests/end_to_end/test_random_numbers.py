@@ -72,8 +72,8 @@ def _case() -> parity.Case:
 @pytest.mark.parametrize(
     ("tp", "recompute"),
     [
-        (2, "selective"),
         (3, "full"),
+        slow(2, "selective"),
         slow(1, "full"),
         slow(4, "none"),
         slow(4, "attention"),

@@ -52,6 +52,7 @@ def test_masks_of_all_places_seeds_and_ranks(interpreted: Run) -> None:
                 assert 0 < int(other.sum()) < other.numel()
 
 
+@pytest.mark.slow
 def test_a_chain_of_operators_around_dropout_is_one_kernel(interpreted: Run) -> None:
     x, bias, seed = torch.randn(3, 4, 64), torch.randn(64), torch.tensor(SEEDS[-1])
     traced = fused(_chain, (x, bias, seed))._traced

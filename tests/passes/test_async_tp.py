@@ -311,7 +311,8 @@ def test_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "tp.matmul_reduce_scatter(" in program.code
 
 
-@pytest.mark.parametrize("name", ["plain", slow("llama_gqa8")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["plain", "llama_gqa8"])
 def test_what_is_kept_and_its_formula(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     let_all_pay(monkeypatch)
     model, inputs = zoo.build(name, dtype=torch.bfloat16), zoo.inputs(name, seq=8)

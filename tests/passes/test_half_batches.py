@@ -183,6 +183,7 @@ def test_gradients_are_those_of_the_full_batch(name: str) -> None:
     assert_equal_gradients(steps[0], steps[1], 1e-15)
 
 
+@pytest.mark.slow
 def test_a_step_holds_what_was_planned() -> None:
     """To the byte, and less than with a sum of both gradients of every weight beside them."""
     _, halves = on_halves("plain", batch=4, seq=8)

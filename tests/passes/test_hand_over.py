@@ -39,7 +39,6 @@ from tests.helpers.calls_in_a_row import INPUTS, LAYERS, SLOW, gpt, nodes_of
 from tests.helpers.fake_group import fake_group
 from tests.helpers.graph_builder import GraphBuilder, convert
 from tests.helpers.open_sizes import assert_right, open_program, tokens
-from tests.helpers.slow import slow
 
 aten = torch.ops.aten
 _OPTIONS: dict[str, Any] = {"tp": 2, "recompute": "selective", "hardware": SLOW}
@@ -257,6 +256,7 @@ class _Mlp(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(x)))
 
 
+@pytest.mark.slow
 def test_open_sizes_are_handed_over() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*[_Mlp() for _ in range(3)]).double()
@@ -327,7 +327,8 @@ def _leaving(number: slice, recompute: str) -> CompiledProgram:
         return parity.compiled(_small(), **{**_OPTIONS, "recompute": recompute})
 
 
-@pytest.mark.parametrize("recompute", [slow("none"), "selective"])
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "selective"])
 def test_a_step_holds_what_was_planned(recompute: str) -> None:
     """To the byte, with the peak in a layer's backward, whatever gradients are left."""
     late = []

@@ -166,6 +166,7 @@ def test_what_a_pipeline_returns() -> None:
     run_on_ranks(4, _both)
 
 
+@pytest.mark.slow
 def test_a_step_keeps_no_logits() -> None:
     """With the loss alone, the head may be computed in chunks."""
     model, inputs = zoo.build("llama", layers=1), zoo.inputs("llama")

@@ -22,7 +22,6 @@ from sp_compiler.passes.sharding.explain import stored_text
 from sp_compiler.passes.sharding.shard import shard
 from sp_compiler.planning.placement_explanation import ParameterExplanation, Way
 from sp_compiler.trace.export import capture
-from tests.helpers.slow import slow
 from tests.models import zoo
 
 LAYER = "model.layers.{}."
@@ -64,7 +63,8 @@ def test_the_chosen_way_is_the_optimum(llama: Plan) -> None:
     assert "all-gather of reshape_5 in model.layers.0.self_attn (S(2) to R)" in whole.conversions[0]
 
 
-@pytest.mark.parametrize("hint", [Replicate(), slow(Shard(0))])
+@pytest.mark.slow
+@pytest.mark.parametrize("hint", [Replicate(), Shard(0)])
 def test_costs_are_those_of_pinning(llama: Plan, hint: Any) -> None:
     def cost_us(hints: dict[str, Any]) -> float:
         options = CompileOptions(tp=4, hints=hints)

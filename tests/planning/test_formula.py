@@ -155,7 +155,7 @@ class _TalkingHeads(nn.Module):
         return self.classes(self.pooled((x * gates).mean(1)).tanh()).square().mean()
 
 
-@pytest.mark.parametrize("tp", [slow(1), 2])
+@pytest.mark.parametrize("tp", map(slow, (1, 2)))
 def test_heads_that_are_mixed_are_heads(tp: int) -> None:
     """Their products with weights hide neither the sequence nor the heads."""
 
@@ -244,7 +244,7 @@ IN_TURN = [
     ("name", "coincidence"),
     [
         slow("llama_gqa8", "batch of one, one kv head a rank"),
-        ("plain", "batch * sequence = hidden"),
+        slow("plain", "batch * sequence = hidden"),
     ],
 )
 def test_coincident_sizes_are_told_apart(name: str, coincidence: str) -> None:

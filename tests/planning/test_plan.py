@@ -47,8 +47,8 @@ def _plan(name: str, tp: int = 2, p: float = 0.0, **options: object) -> Plan:
     [
         ("plain", "stored"),
         ("gpt2", "regenerate"),
-        ("llama", "stored"),
-        *(slow(*each) for each in (("plain", "regenerate"), ("gpt2", "stored"), ("t5", "stored"))),
+        *(slow(name, "stored") for name in ("llama", "gpt2", "t5")),
+        slow("plain", "regenerate"),
     ],
 )
 def test_planned_is_what_one_rank_keeps(name: str, dropout: str) -> None:
@@ -181,6 +181,7 @@ def test_collectives_without_sequence_parallelism() -> None:
     assert [item.num_bytes for item in found.block("Block").forward] == [2 * size]
 
 
+@pytest.mark.slow
 def test_replicated_gradients_are_reduced_in_one_bucket() -> None:
     found = _plan("plain")
     (bucket,) = found.gradient_reduction
@@ -265,6 +266,7 @@ def test_options_that_change_nothing_are_noted(
     assert len([note for note in notes if re.search(expected, note)]) == count, notes
 
 
+@pytest.mark.slow
 def test_overlap_hides_a_part_of_the_communication() -> None:
     hidden, exposed = (_plan("plain", tp=2, overlap=each) for each in (True, False))
     assert exposed.work.hidden_us == pytest.approx(0, abs=1e-9)

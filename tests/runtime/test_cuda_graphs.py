@@ -279,6 +279,7 @@ def _normed() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5)).double()
 
 
+@pytest.mark.slow
 def test_what_cannot_be_recorded_runs_as_it_is(pools: list[Pool]) -> None:
     def hooked(module: Any, index: int) -> Tensor:
         if not index:

@@ -89,6 +89,7 @@ def test_a_graph_runs_twice_and_in_part(clock: Any, ahead: Any) -> None:
     assert torch.equal(take_gradients(ahead)[name], grads[name])
 
 
+@pytest.mark.slow
 def test_forwards_before_their_backwards(alone: Any, ahead: Any) -> None:
     grads = []
     for module in (alone, ahead):

@@ -150,6 +150,7 @@ def test_the_first_of_equal_options_is_chosen() -> None:
     assert solve([Vertex((), ("x",), options)], lambda *_: None).choices == [0]
 
 
+@pytest.mark.slow
 def test_both_ways_agree_on_a_long_chain_and_a_search_that_is_cut_short_says_how_far_it_came(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

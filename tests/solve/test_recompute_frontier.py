@@ -103,6 +103,7 @@ def _sendable(draw: st.DrawFn) -> list[ForwardValue]:
     ]
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(_sendable(), st.sampled_from([3.0, 7.0]))
 def test_choices_with_a_link_are_those_of_brute_force(

@@ -128,13 +128,14 @@ def _prove_wrong(name: str, region: str, function: str, result: int | None = Non
     return refused.value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("region", "function"),
     [
         ("Epilogue", "backward"),
-        slow("Epilogue", "loss_backward"),
+        ("Epilogue", "loss_backward"),
         *[
-            slow("LlamaDecoderLayer", each)
+            ("LlamaDecoderLayer", each)
             for each in ("backward", "recompute", "backward_rest", "backward_ahead")
         ],
     ],

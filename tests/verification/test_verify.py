@@ -48,7 +48,7 @@ def _verify(name: str, p: float = 0.0, seq: int = 12, tp: int = 2, **options: An
     [
         slow("plain", 0.1, 12, {}),
         ("plain", 0.1, 13, {"dropout": "stored", "recompute": "none"}),  # padded rows
-        ("plain_logits", 0.0, 12, {"sequence_parallel": False, "recompute": "full"}),
+        slow("plain_logits", 0.0, 12, {"sequence_parallel": False, "recompute": "full"}),
         slow("gpt2", 0.1, 12, {"recompute": "attention"}),
     ],
 )

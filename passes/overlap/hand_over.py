@@ -21,7 +21,8 @@ Nodes keep their meta; placeholders of what a function is given as its own get `
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Container, Sequence
+from dataclasses import dataclass
 
 from torch.fx import Node
 
@@ -31,6 +32,7 @@ from sp_compiler.ir.op_traits import base, collective_of
 from sp_compiler.ir.rewriting import subgraph
 from sp_compiler.ir.symbolic import symbol_of, symbols_in
 from sp_compiler.passes.overlap.look_ahead import handed_over, joined, with_parts
+from sp_compiler.passes.overlap.tasks import Call
 
 
 def leavable(parts: Partitioned, own_parameters: Collection[int]) -> list[int]:
@@ -49,7 +51,62 @@ def leavable(parts: Partitioned, own_parameters: Collection[int]) -> list[int]:
     return [index for _, index in sorted(own, reverse=True)]
 
 
-def without(parts: Partitioned, late: Collection[int]) -> SplitBackward | None:
+@dataclass(frozen=True, eq=False)
+class Leaving:
+    """A backward that leaves gradients to the call before.
+
+    Attributes:
+        parts: has the backward, without overlap yet.
+        late: inputs whose gradients are left.
+        stays: calls of the backward that stay, in order.
+        left: those that the call before runs: those that are left, and views that both need.
+        handed: what is handed over.
+        own: those of ``handed`` that are the call's own, which the call before may free.
+        early: gradients that stay, one (or None) per input.
+        behind: those that are left, likewise.
+    """
+
+    parts: Partitioned
+    late: frozenset[int]
+    stays: Sequence[Node]
+    left: Sequence[Node]
+    handed: Sequence[Node]
+    own: Container[Node]
+    early: Sequence[Node | None]
+    behind: Sequence[Node | None]
+
+    def calls(self) -> tuple[Call, Call]:
+        """Return the left part of the call behind, and the call itself: what ``both`` runs."""
+        own = [node for node in self.handed if node in self.own]
+        returned = [*filter(None, self.early), *self.handed]
+        return (
+            Call(own, self.left, [*filter(None, self.behind)]),
+            Call((), self.stays, returned),
+        )
+
+    def split(self) -> SplitBackward:
+        """Return the functions, with ``both``."""
+        assert self.parts.backward is not None
+        given = self.parts.backward.find_nodes(op="placeholder")
+        weights = subgraph(self.handed, self.left, self.behind)
+        for node, placeholder in zip(
+            self.handed, weights.find_nodes(op="placeholder"), strict=True
+        ):
+            placeholder.meta["handed"] = node in self.own
+        inputs = subgraph(given, self.stays, [*self.early, *self.handed])
+        num_tangents = len(given) - len(self.parts.saved)
+        # The call behind first: what it hands over may go before the call itself makes anything.
+        graph, own, behind = joined(inputs, weights, num_tangents, BEHIND, other_first=True)
+        of_call, of_behind = (each.output_node().args[0] for each in (inputs, weights))
+        results = [None if node is None else own[node] for node in of_call]
+        for index in self.late:
+            results[index] = behind[of_behind[index]]
+        graph.output(tuple(results))
+        graph.lint()
+        return SplitBackward(inputs, weights, graph)
+
+
+def leaving(parts: Partitioned, late: frozenset[int]) -> Leaving | None:
     """Leave the gradients of the inputs ``late`` to the call before; ``None`` where that has
     nothing to compute for one of them, or where what it computes from is not only the region's.
 
@@ -72,29 +129,24 @@ def without(parts: Partitioned, late: Collection[int]) -> SplitBackward | None:
         return collective_of(node) is not None or any(kinds.get(each) == "param" for each in read)
 
     first = with_parts(ancestors([*filter(None, early), *filter(stays, needed)]))
-    second = [node for node in calls if node in needed and node not in first]
+    second = {node: None for node in calls if node in needed and node not in first}
     met, twice = handed_over({*first, *given}, [*second, *filter(None, left)])
     # What is returned belongs to others, who may change it in place.
-    computed = {base(grad) for grad in filter(None, left)} <= {*second}
+    computed = {base(grad) for grad in filter(None, left)} <= second.keys()
     if not computed or {*map(base, met)} & {*map(base, filter(None, early))}:
         return None
     # Open sizes are no operands: they occur in the shapes and arguments of the nodes.
     sizes = {symbol: node for node in given if (symbol := symbol_of(node)) is not None}
     symbols = symbols_in([*second, *twice, *met]) if sizes else set()
     met = {*met, *(node for symbol, node in sizes.items() if symbol in symbols)}
-    handed = [node for node in backward.nodes if node in met]
-    weights = subgraph(handed, [node for node in calls if node in twice or node in second], left)
-    # Of what the caller saved, some belongs to others too, such as results of other calls.
-    for node, placeholder in zip(handed, weights.find_nodes(op="placeholder"), strict=True):
-        placeholder.meta["handed"] = kinds.get(node, "activation") == "activation"
-    inputs = subgraph(given, [node for node in calls if node in first], [*early, *handed])
-    num_tangents = len(given) - len(parts.saved)
-    # The call behind first: what it hands over may go before the call itself makes anything.
-    graph, own, behind = joined(inputs, weights, num_tangents, BEHIND, other_first=True)
-    of_call, of_behind = (each.output_node().args[0] for each in (inputs, weights))
-    results = [None if node is None else own[node] for node in of_call]
-    for index in late:
-        results[index] = behind[of_behind[index]]
-    graph.output(tuple(results))
-    graph.lint()
-    return SplitBackward(inputs, weights, graph)
+    return Leaving(
+        parts,
+        late,
+        stays=[node for node in calls if node in first],
+        left=[node for node in calls if node in twice or node in second],
+        handed=[node for node in backward.nodes if node in met],
+        # Of what the caller saved, some belongs to others too, such as results of other calls.
+        own={node for node in met if kinds.get(node, "activation") == "activation"},
+        early=early,
+        behind=left,
+    )

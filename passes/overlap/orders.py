@@ -20,7 +20,7 @@ from sp_compiler.ir.op_traits import is_part
 from sp_compiler.ir.rewriting import copy_node, make_like
 from sp_compiler.ir.symbolic import Sizes
 from sp_compiler.ops.convert import WAIT
-from sp_compiler.passes.overlap.tasks import GraphTasks, graph_tasks
+from sp_compiler.passes.overlap.tasks import Call, GraphTasks, block_of_calls, graph_tasks
 from sp_compiler.solve.block_schedule import Block, most_beside, peak_bytes, simulate
 from sp_compiler.solve.list_schedule import ListSchedule
 
@@ -73,10 +73,14 @@ class Unordered:
     """A graph as tasks, of which any number of schedules can be made.
 
     Attributes:
+        own_parameters: as for :func:`overlap_collectives`, like ``sizes`` and ``hardware``.
         example: maps nodes of the copy with the example's sizes to those of ``graph``.
     """
 
     graph: Graph
+    own_parameters: Collection[int]
+    sizes: Sizes | None
+    hardware: Hardware
     example: Concretizer
     tasks: GraphTasks
 
@@ -92,7 +96,11 @@ class Unordered:
         # then applied to the nodes that the copy was made from.
         example = Concretizer(sizes)
         tasks = graph_tasks(example.graph(graph), own_parameters, hardware)
-        return cls(graph, example, tasks)
+        return cls(graph, own_parameters, sizes, hardware, example, tasks)
+
+    def with_graph(self, graph: Graph) -> Unordered:
+        """Return the same of another graph."""
+        return Unordered.of(graph, self.own_parameters, self.sizes, self.hardware)
 
     @cached_property
     def search(self) -> ListSchedule:
@@ -104,14 +112,13 @@ class Unordered:
         """Peak of ``graph`` in its own order, below which no limit can be met."""
         return self.tasks.block.given_bytes
 
-    @property
-    def least_us(self) -> float:
-        """A time below which there is no order."""
-        return self.search.least_us
-
-    def quick_us(self, room_bytes: int) -> float:
-        """Return about the time of :meth:`scheduled`."""
-        return self.search.quick_us(room_bytes)
+    def search_of_calls(self, calls: Sequence[Call]) -> ListSchedule:
+        """Return the search for orders of a graph that has ``calls`` of nodes of ``graph``."""
+        graph = self.example.graph(self.graph)
+        copies = {self.example.twin(node): node for node in graph.nodes}
+        of_example = [Call(*([copies[node] for node in nodes] for nodes in call)) for call in calls]
+        block = block_of_calls(graph, of_example, self.own_parameters, self.hardware)
+        return ListSchedule(block)
 
     def scheduled(self, room_bytes: int, least_beside: float = 0.0) -> Schedule:
         """Return a good order; the arguments are those of :func:`overlapped`."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch.fx import Graph, Node
 
@@ -51,60 +52,107 @@ def graph_tasks(graph: Graph, own_parameters: Collection[int], hardware: Hardwar
     operator that writes into its operand and returns it is one.
     """
     builder = _Builder(graph, own_parameters, hardware)
-    builder.add_handed([node for node in graph.find_nodes(op="placeholder") if is_handed(node)])
-    for node in graph.nodes:
-        if node.op == "call_function" and not _stays_with_operator(node):
-            builder.add(node)
-    returned = map(base, graph.output_node().all_input_nodes)
-    storages = builder.storages
-    block = Block(
-        tuple(builder.tasks),
-        tuple(map(owned_bytes, storages)),
-        frozenset(storages[storage] for storage in returned if storage in storages),
-    )
-    return GraphTasks(block, tuple(builder.nodes))
+    handed = [node for node in graph.find_nodes(op="placeholder") if is_handed(node)]
+    builder.add_call(Call(handed, graph.nodes, graph.output_node().all_input_nodes))
+    return GraphTasks(builder.block(), tuple(builder.nodes))
+
+
+class Call(NamedTuple):
+    """Nodes of a graph of which one of several calls consists.
+
+    Attributes:
+        handed: values that it is given as its own.
+        nodes: those that it runs; what they read beside these and ``handed`` belongs to others.
+        returned: values that outlive it.
+    """
+
+    handed: Sequence[Node]
+    nodes: Iterable[Node]
+    returned: Sequence[Node]
+
+
+def block_of_calls(
+    graph: Graph, calls: Sequence[Call], own_parameters: Collection[int], hardware: Hardware
+) -> Block:
+    """Return the block that :func:`graph_tasks` makes of a graph with ``calls`` one after another,
+    of which the first alone has ``handed`` values, without the cost of such a graph.
+
+    Args:
+        graph: the one that has all nodes.
+    """
+    builder = _Builder(graph, own_parameters, hardware)
+    for call in calls:
+        builder.add_call(call)
+    return builder.block()
 
 
 class _Builder:
-    """Tasks of the nodes that were added, in graph order.
+    """Tasks of the calls that were added, one after another.
 
     Attributes:
-        storages: counted storages, by the node that owns them.
+        tasks: of all of them.
+        nodes: node of each task.
     """
 
     def __init__(self, graph: Graph, own_parameters: Collection[int], hardware: Hardware) -> None:
         self.tasks: list[Task] = []
         self.nodes: list[Node] = []
-        self.storages: dict[Node, int] = {}
         # Gradients of the model's parameters are no activations, as in the peak that the plan has.
         self._ignored = {base(node) for node in own_gradients(graph, own_parameters)}
         self._hardware = hardware
-        self._result_of: dict[Node, int] = {}  # the task after which it can be read
+        self._storage_bytes: list[int] = []
+        self._returned: set[int] = set()
+        self._handed: tuple[int, ...] = ()  # the first task, if it makes what is handed over
         self._last_draw: int | None = None
         self._last_write: int | None = None
+        # Of the call that is being added: its counted storages, by the node that owns them, and the
+        # task after which the result of a node can be read.
+        self._storages: dict[Node, int] = {}
+        self._result_of: dict[Node, int] = {}
 
-    def add_handed(self, nodes: Sequence[Node]) -> None:
-        """Add a task that makes what the function is handed, and that all others need."""
-        if not nodes:
-            return
-        self.storages.update((node, position) for position, node in enumerate(nodes))
-        self.tasks.append(Task(makes=tuple(self.storages.values())))
-        self.nodes.append(nodes[0])
+    def add_call(self, call: Call) -> None:
+        """Add the tasks of a call."""
+        self._storages, self._result_of = {}, {}
+        if call.handed:
+            # One task makes what the function is handed, and all others need it.
+            self._handed = (len(self.tasks),)
+            self.tasks.append(Task(makes=tuple(map(self._new_storage, call.handed))))
+            self.nodes.append(call.handed[0])
+        for node in call.nodes:
+            if node.op == "call_function" and not _stays_with_operator(node):
+                self._add(node)
+        self._returned.update(self._storages_of(call.returned))
 
-    def add(self, node: Node) -> None:
+    def block(self) -> Block:
+        """Return the tasks as a block."""
+        return Block(tuple(self.tasks), tuple(self._storage_bytes), frozenset(self._returned))
+
+    def _new_storage(self, owner: Node) -> int:
+        self._storages[owner] = len(self._storage_bytes)
+        self._storage_bytes.append(owned_bytes(owner))
+        return self._storages[owner]
+
+    def _storages_of(self, nodes: Sequence[Node]) -> Iterator[int]:
+        """Return the counted storages of ``nodes``."""
+        for node in nodes:
+            # Not the base at once: the call may be given an operand that another wrote into.
+            while node not in self._storages and is_view(node):
+                node = node.args[0]
+            if node in self._storages:
+                yield self._storages[node]
+
+    def _add(self, node: Node) -> None:
         """Add the task of ``node``, and after a collective the wait for it."""
         position = len(self.tasks)
-        needs = [self._result_of[source] for source in _operators_before(node)]
+        before = _operators_before(node)
+        needs = [self._result_of[source] for source in before if source in self._result_of]
         needs.extend(self._effects_before(node, position))
-        if self.nodes and self.nodes[0].op == "placeholder":
-            needs.append(0)
+        needs.extend(self._handed)
         in_place = is_view(node)
         made = [] if in_place else made_storages(node)
         made = [storage for storage in made if storage not in self._ignored]
-        for storage in made:
-            self.storages[storage] = len(self.storages)
-        read = [base(source) for source in node.all_input_nodes]
-        reads = tuple(self.storages[storage] for storage in read if storage in self.storages)
+        makes = tuple(map(self._new_storage, made))
+        reads = tuple(self._storages_of(node.all_input_nodes))
         link_us = 0.0
         collectives = node_collectives(node)
         if collectives:
@@ -115,7 +163,7 @@ class _Builder:
             needs=tuple(dict.fromkeys(needs)),
             time_us=compute_us(node, self._hardware),
             link_us=link_us,
-            makes=tuple(self.storages[storage] for storage in made),
+            makes=makes,
             reads=reads,
             run_bytes=needed_bytes - arrival_bytes(node),
         )

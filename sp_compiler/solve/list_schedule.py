@@ -50,31 +50,32 @@ class ListSchedule:
     """Orders of one block below any number of limits, as :func:`list_schedule` returns.
 
     Attributes:
+        block: its tasks.
         least_us: a time below which there is no order.
     """
 
     def __init__(self, block: Block) -> None:
         self.least_us = least_us(block)
-        self._block, self._walked = block, _with_room_to_arrive(block)
+        self.block, self._walked = block, _with_room_to_arrive(block)
         self._first: dict[int, Walked] = {}  # the best of the first walks, by the limit
 
     def quick_us(self, limit_bytes: int) -> float:
         """Return about the time of :meth:`order`, to compare blocks: that of walks as priorities
         say that are known beforehand."""
-        return self._best_of_first(max(limit_bytes, self._block.given_bytes)).time_us
+        return self._best_of_first(max(limit_bytes, self.block.given_bytes)).time_us
 
     def order(self, limit_bytes: int) -> list[int]:
         """Return what :func:`list_schedule` does."""
         block = self._walked
-        limit_bytes = max(limit_bytes, self._block.given_bytes)
+        limit_bytes = max(limit_bytes, self.block.given_bytes)
         best = self._best_of_first(limit_bytes)
         enough = block.compute_us > _WORTH_HIDING * block.link_us
         if enough and len(block.tasks) <= _MOST_TASKS:
             bound_us = self.least_us * (1 + _ROUNDING)
             best = _climb(block, limit_bytes, best, bound_us)
             best = _swap(block, limit_bytes, best, bound_us)
-        order = _late_waits(self._block, best.order, limit_bytes)
-        return _tidy(self._block, order, limit_bytes)
+        order = _late_waits(self.block, best.order, limit_bytes)
+        return _tidy(self.block, order, limit_bytes)
 
     def _best_of_first(self, limit_bytes: int) -> Walked:
         for from_bytes, best in self._first.items():

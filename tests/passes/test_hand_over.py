@@ -30,8 +30,8 @@ from sp_compiler.ir.op_traits import collective_of
 from sp_compiler.ops.accumulate import ADD_PRODUCT
 from sp_compiler.options import CompileOptions
 from sp_compiler.passes import overlap
-from sp_compiler.passes.overlap import overlap_collectives
-from sp_compiler.passes.overlap.hand_over import leavable, without
+from sp_compiler.passes.overlap import hand_over_choice, overlap_collectives
+from sp_compiler.passes.overlap.hand_over import Leaving, leavable, leaving
 from sp_compiler.trace.export import capture
 from sp_compiler.verification.verify import verify
 from tests.helpers import parity
@@ -61,11 +61,16 @@ def _parts() -> Partitioned:
     return Partitioned(Graph(), b.output(grad_x, grad_w, grad_v), saved, 0)
 
 
+def _without(parts: Partitioned, late: list[int]) -> SplitBackward | None:
+    leaves = leaving(parts, frozenset(late))
+    return None if leaves is None else leaves.split()
+
+
 def test_what_is_left_has_no_collectives() -> None:
     """And is handed over as storages, of which those of parameters and other calls stay theirs."""
     parts = _parts()
     assert leavable(parts, [1, 2]) == [2, 1]
-    last, first = without(parts, [2]), without(parts, [1])
+    last, first = _without(parts, [2]), _without(parts, [1])
     assert last is not None
     assert first is not None
     assert nodes_of(last.inputs) == [
@@ -92,7 +97,7 @@ def test_gradients_that_are_added_to_others_are_not_left() -> None:
 
 
 def test_several_are_left_with_their_common_operand_once() -> None:
-    both = without(_parts(), [1, 2])
+    both = _without(_parts(), [1, 2])
     assert both is not None
     assert nodes_of(both.inputs) == [
         *("w", "x", "h", "g", "full = g", "grad_x = full, w", "again = h"),
@@ -124,7 +129,7 @@ def test_what_reads_parameters_is_not_left() -> None:
         for name, kind in (("w", "param"), ("a", "param"), ("x", "activation"))
     )
     parts = Partitioned(Graph(), b.output(grad_x, None, grad_v), saved, 0)
-    way = without(parts, [2])
+    way = _without(parts, [2])
     assert way is not None
     assert nodes_of(way.weights) == [
         *("full*", "again*", "turned = full", "grad_v = turned, again", "output = grad_v"),
@@ -143,8 +148,8 @@ def test_what_the_caller_keeps_is_not_left(late: str) -> None:
     other = b.call(aten.t.default, grad, name="other") if late == "of the sum" else scaled
     saved = (SavedTensor("x", "activation", (8, 6), torch.float32, 192, "", "", "", ""),)
     parts = Partitioned(Graph(), b.output(None, grad, other), saved, 0)
-    assert without(parts, [1]) is None
-    assert without(parts, [2]) is None
+    assert _without(parts, [1]) is None
+    assert _without(parts, [2]) is None
 
 
 def _three_products() -> Partitioned:
@@ -171,7 +176,7 @@ def test_as_many_are_left_as_hide_more(more_bytes: int, count: int) -> None:
     # One takes two thirds of the time of the gather of 96 bytes.
     link = Link(0.0, 0.096 / (1.5 * compute_us(product, SLOW)))
     hardware = replace(SLOW, interconnect=dict.fromkeys(SLOW.interconnect, link))
-    both = without(parts, [1])
+    both = _without(parts, [1])
     assert both is not None
     assert both.both is not None
     room = Room(backward_bytes=backward_peak_bytes(both.both, own) + more_bytes)
@@ -310,19 +315,19 @@ def _leaving(number: slice, recompute: str) -> CompiledProgram:
         return {**rooms(*arguments), "Block": Room(backward_bytes=1 << 40)}
 
     def one(parts: Partitioned, own: Any) -> list[int]:
-        alone = [index for index in leavable(parts, own) if without(parts, [index])]
+        alone = [index for index in leavable(parts, own) if _without(parts, [index])]
         wanted[:] = alone[number]
         return wanted[:1]
 
-    def left(parts: Partitioned, _: Any) -> SplitBackward | None:
-        return without(parts, wanted)
+    def left(parts: Partitioned, _: Any) -> Leaving | None:
+        return leaving(parts, frozenset(wanted))
 
     with (
         mock.patch.object(compiler, "overlap_room", more),
         mock.patch.object(overlap, "look_aheads", return_value=()),
-        mock.patch.object(overlap, "leavable", one),
-        mock.patch.object(overlap, "without", left),
-        mock.patch.object(overlap, "_WORTH_LOOKING_AHEAD", -1.0),
+        mock.patch.object(hand_over_choice, "leavable", one),
+        mock.patch.object(hand_over_choice, "leaving", left),
+        mock.patch.object(hand_over_choice, "WORTH_MORE_FUNCTIONS", -1.0),
     ):
         return parity.compiled(_small(), **{**_OPTIONS, "recompute": recompute})
 

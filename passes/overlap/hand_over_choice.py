@@ -1,0 +1,168 @@
+"""The gradients that a backward leaves to the call before: those that hide most communication.
+
+A set of them is scheduled as tasks first, without graphs, which only the chosen one needs.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+from sp_compiler.base.pass_report import Pass, report_of
+from sp_compiler.cost.step_memory import Room
+from sp_compiler.ir.forward_backward import Partitioned, SplitBackward
+from sp_compiler.passes.overlap.compare import (
+    PARTS_BEYOND,
+    ROUNDING,
+    WORTH_MORE_FUNCTIONS,
+    WORTH_MORE_MEMORY,
+    quickest_of,
+)
+from sp_compiler.passes.overlap.hand_over import Leaving, leavable, leaving
+from sp_compiler.passes.overlap.orders import Schedule, Unordered
+from sp_compiler.solve.list_schedule import ListSchedule
+
+
+@dataclass(frozen=True, eq=False)
+class _Left:
+    """A backward that leaves gradients, whose graphs are made when they are wanted.
+
+    Attributes:
+        alone: the backward that leaves none.
+        search: for orders of the function of two calls.
+    """
+
+    leaving: Leaving
+    alone: Unordered
+    search: ListSchedule
+
+    @cached_property
+    def split(self) -> SplitBackward:
+        return self.leaving.split()
+
+    def scheduled(self, room_bytes: int) -> Schedule:
+        """Return a good order of the function of two calls."""
+        return self._both.scheduled(room_bytes)
+
+    @cached_property
+    def _both(self) -> Unordered:
+        assert self.split.both is not None
+        return self.alone.with_graph(self.split.both)
+
+
+def hand_over(
+    parts: Partitioned,
+    alone: Unordered,
+    best_so_far: Schedule,
+    room: Room,
+) -> SplitBackward | None:
+    """Return the backward that leaves gradients to the call before, scheduled; ``None`` if that is
+    not much better than ``best_so_far``.
+
+    Args:
+        alone: the backward that leaves none.
+    """
+    worth_us = (1 - WORTH_MORE_FUNCTIONS) * best_so_far.time_us
+    if worth_us < best_so_far.compute_us:
+        return None
+    most_bytes = max(room.backward_bytes, room.behind_bytes)
+
+    # Growing from either end meets some sets twice.
+    @cache
+    def left(late: frozenset[int]) -> _Left | None:
+        leaves = leaving(parts, late)
+        if leaves is None:
+            return None
+        search = alone.search_of_calls(leaves.calls())
+        fits = search.block.given_bytes <= most_bytes
+        return _Left(leaves, alone, search) if fits else None
+
+    indices = leavable(parts, alone.own_parameters)
+    singles = [way for index in indices if (way := left(frozenset({index})))]
+    singles = [way for way in singles if way.search.least_us < worth_us]
+    if not singles:
+        return None
+    ways = _grown_ways(singles, most_bytes, best_so_far.compute_us, left)
+    best, ordered = _fastest(ways, most_bytes)
+    if ordered.time_us > worth_us:
+        quickest = quickest_of([way.search for way in singles], most_bytes)
+        best, ordered = _fastest([way for way in singles if way.search is quickest], most_bytes)
+    if ordered.time_us > worth_us:
+        return None
+    room_bytes = max(best.search.block.given_bytes, room.backward_bytes)
+    if ordered.peak_bytes > room_bytes:
+        ordered = _in_least_room(best, ordered, room)
+        room_bytes = max(room_bytes, ordered.peak_bytes)
+    weights = alone.with_graph(best.split.weights)
+    if weights.given_bytes > room_bytes:
+        return None
+    report_of(Pass.OVERLAP).rewrote(kind="hand_over")
+    inputs = ordered.of_last_calls(best.split.inputs)
+    return SplitBackward(inputs, weights.scheduled(room_bytes).graph(), ordered.graph())
+
+
+def _fastest(ways: Sequence[_Left], room_bytes: int) -> tuple[_Left, Schedule]:
+    """Return the way that takes least time, scheduled."""
+    schedules = {way: way.scheduled(room_bytes) for way in dict.fromkeys(ways)}
+    best = min(ways, key=lambda way: schedules[way].time_us)
+    return best, schedules[best]
+
+
+def _grown_ways(
+    singles: Sequence[_Left],
+    most_bytes: int,
+    compute_us: float,
+    left: Callable[[frozenset[int]], _Left | None],
+) -> list[_Left]:
+    """Return ways to leave several gradients that may be the best.
+
+    Args:
+        singles: ways to leave one.
+        compute_us: time of all kernels.
+        left: the way to leave a set of gradients, if there is one.
+    """
+    promising = sorted(singles, key=lambda way: (way.search.least_us, way.search.block.given_bytes))
+    first = _grown(promising, most_bytes, left)
+    if first.search.quick_us(most_bytes) <= (1 + WORTH_MORE_MEMORY) * compute_us:
+        return [first]
+    other = _grown(singles[::-1], most_bytes, left)
+    # The bound tells what a search may find, which the quick walk does not always.
+    return [min(first, other, key=lambda way: way.search.quick_us(most_bytes)), promising[0]]
+
+
+def _grown(
+    singles: Sequence[_Left],
+    most_bytes: int,
+    left: Callable[[frozenset[int]], _Left | None],
+) -> _Left:
+    """Return the first of ``singles`` with each of the others that makes it quicker."""
+    # One after the other: n gradients have 2^n sets. An exhaustive search found none that hides 6 %
+    # more of the communication of the models in docs/overlap.md.
+    best = singles[0]
+    for single in singles[1:]:
+        best_us = best.search.quick_us(most_bytes)
+        if best_us <= (1 + ROUNDING) * best.search.block.compute_us:
+            break
+        more = left(best.leaving.late | single.leaving.late)
+        if more is not None and more.search.quick_us(most_bytes) < (1 - ROUNDING) * best_us:
+            best = more
+    return best
+
+
+def _in_least_room(way: _Left, ordered: Schedule, room: Room) -> Schedule:
+    """Return a schedule of ``way`` about as fast as ``ordered``, which may take all of ``room``, in
+    as few parts of it as possible."""
+    enough_us = (1 + WORTH_MORE_MEMORY) * ordered.time_us
+    beyond_bytes = room.behind_bytes - room.backward_bytes
+    schedules = {PARTS_BEYOND: ordered}
+
+    # Full searches: what a quick walk finds in less memory says little about what they find.
+    def is_enough(part: int) -> bool:
+        limit_bytes = room.backward_bytes + beyond_bytes * part // PARTS_BEYOND
+        schedules[part] = way.scheduled(limit_bytes)
+        return schedules[part].time_us <= enough_us
+
+    least = bisect_left(range(PARTS_BEYOND), True, key=is_enough)
+    return schedules[least]

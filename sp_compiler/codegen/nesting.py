@@ -18,8 +18,8 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Literal
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,9 +83,10 @@ class Nesting:
         self._apart = apart
         self._nodes = [node for node in graph.nodes if node.op == "call_function"]
         self._returned = set(graph.output_node().all_input_nodes)
-        self._storages = _Storages(self._nodes, self._returned, gradients)
         self.statements = [node for node in self._nodes if not is_named_part(node)]
-        self._limits = self._storages.limits(self.statements, self.tree)
+        self._storages = _Storages(self._nodes, self._returned, gradients, self.nested)
+        self._held = self._storages.held(self._trees(self.statements))
+        self._limits = self._storages.limits(self.statements, self._held)
 
     def run(self) -> None:
         """Decide for every value, operands first.
@@ -121,14 +122,10 @@ class Nesting:
         self.nested.update(inside)
         # A number is shorter than its name.
         is_number = all(node.target is aten.scalar_tensor.default for node in inside)
-        after = None
-        if is_number or self._fits(user):
-            after = self._moved(self.statement_of(user), inside)
-        if after is None:
-            self.nested.difference_update(inside)
-            return False
-        self.statements = after
-        return True
+        if (is_number or self._fits(user)) and self._move(self.statement_of(user), inside):
+            return True
+        self.nested.difference_update(inside)
+        return False
 
     def _may_stand_in(self, node: Node, user: Node) -> bool:
         if node in self.nested or node in self._returned or node.op != "call_function":
@@ -159,40 +156,33 @@ class Nesting:
     def _is_plain_view(self, node: Node) -> bool:
         return is_view(node) and node not in self._idioms.matmuls
 
-    def _moved(self, user: Node, inside: Sequence[Node]) -> list[Node] | None:
-        """Return the statements with ``inside`` nested in that of ``user``; ``None`` if not
-        allowed."""
-        after = [node for node in self.statements if node not in inside]
+    def _move(self, user: Node, inside: Sequence[Node]) -> bool:
+        """Take ``inside``, which is nested in the statement of ``user``, out of the statements, if
+        that is allowed."""
         # What writes in place is a view by its storage alone: it computes, and reads operands.
         computed = [node for node in inside if not all(map(is_name, self.tree(node)))]
-        if not computed:
-            return after
-        start = min(self.statements.index(node) for node in computed)
-        end = self.statements.index(user)
-        between = [node for node in self.statements[start + 1 : end] if node not in inside]
-        # Across a collective the value would be computed while others wait, or be missing under it;
-        # across a draw of torch's generator the numbers would be others.
-        if any(map(_keeps_its_place, between)):
-            return None
-        # The usual case, two statements behind each other, needs no walk over all memory.
-        if not between and not self._frees_late(user, computed):
-            return after
-        peaks = self._storages.peaks(after, self.tree)
-        changed = after[start : after.index(user) + 1]
-        return after if all(peaks[node] <= self._limits[node] for node in changed) else None
+        if computed:
+            start = min(self.statements.index(node) for node in computed)
+            end = self.statements.index(user, start)
+            changed = [node for node in self.statements[start : end + 1] if node not in inside]
+            # Across a collective the value would be computed while others wait, or be missing under
+            # it; across a draw of torch's generator the numbers would be others.
+            if any(map(_keeps_its_place, changed[:-1])):
+                return False
+            # Nothing changes before and behind these: to look at all statements for each value
+            # would take minutes in a function of thousands.
+            before = [self._held[node] for node in self.statements[start : end + 1]]
+            freed = [storage for held in before for storage in held.freed]
+            held = self._storages.held(self._trees(changed), before[0].before_bytes, freed)
+            if any(each.peak_bytes > self._limits[node] for node, each in held.items()):
+                return False
+            self._held.update(held)
+        for node in inside:
+            self.statements.remove(node)
+        return True
 
-    def _frees_late(self, user: Node, computed: Sequence[Node]) -> bool:
-        """Return whether an operand of ``computed`` could otherwise be freed before ``user``
-        runs."""
-        early = {node for root in computed for node in self.tree(root)}
-        behind = set(self.statements[self.statements.index(user) :])
-        behind.update(node for node in self.tree(user) if node not in early)
-        return any(
-            behind.isdisjoint(self._storages.users(operand))
-            for node in early
-            for operand in node.all_input_nodes
-            if operand not in self.nested
-        )
+    def _trees(self, statements: Sequence[Node]) -> list[list[Node]]:
+        return [list(self.tree(node)) for node in statements]
 
 
 def _is_constant(node: Node) -> bool:
@@ -236,115 +226,143 @@ def _keeps_its_place(node: Node) -> bool:
     return getattr(node.target, "namespace", "aten") not in _PURE_NAMESPACES
 
 
-_Tree = Callable[[Node], Iterator[Node]]
+class _Held(NamedTuple):
+    """What a function holds at a statement, without its arguments.
+
+    Attributes:
+        before_bytes: when it begins.
+        peak_bytes: while it runs.
+        freed: storages that it frees.
+    """
+
+    before_bytes: int
+    peak_bytes: int
+    freed: Sequence[int]
 
 
 class _Storages:
-    """Bytes that a function holds at each statement, without its arguments."""
+    """Storages of a function, without those of its arguments.
 
-    def __init__(self, nodes: Sequence[Node], returned: Iterable[Node], gradients: bool) -> None:
+    Args:
+        nested: nodes without a statement, which changes.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        returned: Iterable[Node],
+        gradients: bool,
+        nested: Container[Node],
+    ) -> None:
         kept = {base(node) for node in returned}
         self._gradients = kept if gradients else set()
+        self._nested = nested
         # All that does not change from one nesting to the next is looked up once: peaks are wanted
         # for every value that might be nested.
-        self._bases = {each: base(each) for node in nodes for each in (node, *node.all_input_nodes)}
+        bases = {each: base(each) for node in nodes for each in (node, *node.all_input_nodes)}
         self._needs = {
             node: (
                 _bytes(node.meta["val"]) + example_number(scratch_bytes(node)),
                 _kept_bytes(node),
             )
             for node in nodes
-            if self._bases[node] is node
+            if bases[node] is node
         }
-        self._holders: dict[Node, list[Node]] = {}
-        self._users: dict[Node, list[Node]] = {}
-        self._last = nodes[-1:]
+        holders: dict[Node, list[Node]] = {}
+        users: dict[Node, list[Node]] = {}
         # Handed over by another function, they are freed behind their last use like values that are
         # made here, and have names.
-        operands = {owner for owner in self._bases.values() if owner.op == "placeholder"}
-        self._handed = [owner for owner in operands if is_handed(owner) and owner not in kept]
-        self._before_bytes = sum(_bytes(owner.meta["val"]) for owner in self._handed)
-        self._holders.update((owner, []) for owner in self._handed)
+        operands = {owner for owner in bases.values() if owner.op == "placeholder"}
+        handed = [owner for owner in operands if is_handed(owner) and owner not in kept]
+        self._handed_bytes = sum(_bytes(owner.meta["val"]) for owner in handed)
+        holders.update((owner, []) for owner in handed)
         for node in nodes:
-            owner = self._bases[node]
+            owner = bases[node]
             # Several results are freed one by one, each with the part that holds it.
             is_freed = owner.op != "placeholder" and owner not in kept
             if is_freed and isinstance(owner.meta["val"], Tensor):
-                self._holders.setdefault(owner, []).append(node)
+                holders.setdefault(owner, []).append(node)
         for node in nodes:
-            for used in {self._bases[used]: None for used in (node, *node.all_input_nodes)}:
-                self._users.setdefault(used, []).append(node)
+            for used in {bases[used]: None for used in (node, *node.all_input_nodes)}:
+                users.setdefault(used, []).append(node)
             if is_wait(node):  # until it has arrived, a collective holds what it sends
                 for sent in node.all_input_nodes[0].all_input_nodes:
-                    self._users.setdefault(base(sent), []).append(node)
+                    users.setdefault(base(sent), []).append(node)
+        # Bytes, whether it is handed over, the statements that hold it and those that use it.
         self._freed = [
             (
                 _bytes(owner.meta["val"]),
-                owner in self._handed,
-                [*map(_statement_of, holders)],
-                [*map(_statement_of, self._users[owner])],
+                owner in handed,
+                [*map(_statement_of, of_owner)],
+                [*map(_statement_of, users[owner])],
             )
-            for owner, holders in self._holders.items()
+            for owner, of_owner in holders.items()
         ]
 
-    def users(self, node: Node) -> Sequence[Node]:
-        """Return the readers of the storage of ``node``; none if the caller holds it anyway."""
-        owner = self._bases[node]
-        return self._users[owner] if owner in self._holders else self._last
-
-    def limits(self, statements: Sequence[Node], tree: _Tree) -> dict[Node, int]:
+    def limits(self, statements: Sequence[Node], held: Mapping[Node, _Held]) -> dict[Node, int]:
         """Return the bytes that each statement may hold without raising the peak of the function.
 
         Gradients that are returned stay until the end. Whichever of them do not count, what is
         held before this statement may be held in it, and what is held later without those that
         are made in between.
+
+        Args:
+            held: at each of ``statements``, in which nothing is nested yet.
         """
-        peaks = self.peaks(statements, tree)
         made = 0
         without: list[int] = []
         for node in statements:
-            made += sum(_kept_bytes(part) for part in tree(node) if part in self._gradients)
-            made += sum(
-                _bytes(part.meta["val"])
-                for part in node.users
-                if is_named_part(part) and part in self._gradients
-            )
-            without.append(peaks[node] - made)
+            parts = (node, *filter(is_named_part, node.users))
+            made += sum(_kept_bytes(part) for part in parts if part in self._gradients)
+            without.append(held[node].peak_bytes - made)
         later = [*itertools.accumulate(reversed(without), max)][::-1]
         limits: dict[Node, int] = {}
         before = 0
         for index, node in enumerate(statements):
-            before = max(before, peaks[node])
-            own = peaks[node] - without[index]
+            before = max(before, held[node].peak_bytes)
+            own = held[node].peak_bytes - without[index]
             limits[node] = max(before, own + later[index])
         return limits
 
-    def peaks(self, statements: Sequence[Node], tree: _Tree) -> dict[Node, int]:
-        """Return the peak of bytes in each statement."""
-        order = [(node, list(tree(node))) for node in statements]
+    def held(
+        self,
+        trees: Sequence[Sequence[Node]],
+        before_bytes: int | None = None,
+        freed: Iterable[int] | None = None,
+    ) -> dict[Node, _Held]:
+        """Return what is held at each of some statements behind each other.
+
+        Args:
+            trees: their nodes, in order of evaluation.
+            before_bytes: what is held when the first begins; by default it is that of the function.
+            freed: storages of which the last use is in these statements; by default all.
+        """
         place = {
             node: (index, step)
-            for index, (_, nodes) in enumerate(order)
+            for index, nodes in enumerate(trees)
             for step, node in enumerate(nodes)
         }
         frees: dict[Node, int] = {}
-        for num_bytes, handed, holders, users in self._freed:
-            index, step = max(map(place.__getitem__, users))
-            named = handed or any(holder is order[place[holder][0]][0] for holder in holders)
-            last = order[index][1][-1 if named else step]
+        freed_in: list[list[int]] = [[] for _ in trees]
+        for storage in range(len(self._freed)) if freed is None else freed:
+            num_bytes, handed, holders, users = self._freed[storage]
+            index, step = max(place[user] for user in users if user in place)
+            named = handed or not all(holder in self._nested for holder in holders)
+            last = trees[index][-1 if named else step]
             frees[last] = frees.get(last, 0) + num_bytes
-        live = self._before_bytes
-        peaks = {}
-        for statement, nodes in order:
-            peak = live
+            freed_in[index].append(storage)
+        live = self._handed_bytes if before_bytes is None else before_bytes
+        held = {}
+        for index, nodes in enumerate(trees):
+            before, peak = live, live
             for node in nodes:
                 if node in self._needs:
                     during_bytes, after_bytes = self._needs[node]
                     peak = max(peak, live + during_bytes)
                     live += after_bytes
                 live -= frees.get(node, 0)
-            peaks[statement] = peak
-        return peaks
+            held[nodes[-1]] = _Held(before, peak, freed_in[index])
+        return held
 
 
 def _statement_of(node: Node) -> Node:

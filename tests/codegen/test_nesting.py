@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -267,3 +268,29 @@ def test_a_sum_in_place_counts_what_it_reads() -> None:
     nesting = Nesting(graph, Idioms(graph), gradients=False, fits=lambda _: True)
     nesting.run()
     assert added not in nesting.nested
+
+
+def test_work_grows_with_the_function_and_not_with_its_square() -> None:
+    """A loop that is not rolled up may have thousands of statements."""
+
+    def statements_looked_at(rounds: int) -> int:
+        b = GraphBuilder()
+        w, large, mm = b.input("w", 6, 6), b.input("large", 9, 6, 6), aten.mm.default
+        x = b.call(aten.sum.dim_IntList, b.call(aten.exp.default, large), [0])
+        for _ in range(rounds):
+            x = b.call(aten.tanh.default, b.call(mm, b.call(aten.exp.default, x), w))
+        graph = b.output(x)
+        nesting = Nesting(graph, Idioms(graph), False, fits=lambda node: node.target != mm)
+        look = nesting._storages.held
+        counts = []
+
+        def counted(trees: Any, *others: Any) -> Any:
+            counts.append(len(trees))
+            return look(trees, *others)
+
+        with mock.patch.object(nesting._storages, "held", counted):
+            nesting.run()
+        assert len(nesting.nested) > rounds
+        return sum(counts)
+
+    assert statements_looked_at(120) < 2.5 * statements_looked_at(60)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -252,7 +252,7 @@ def _propagate(node: Node, rule: OpRule, facts: RegionValues, world_size: int) -
         *zip(operands, rule.operands, strict=True),
         *zip(results_of(node), rule.results, strict=True),
     ]
-    before = len(facts.tokens) + len(facts.features) + _count(facts)
+    before = _count(facts, places)
     for table in (facts.tokens, facts.features):
         marked = _marked(places, table)
         for value, dims in places:
@@ -268,7 +268,7 @@ def _propagate(node: Node, rule: OpRule, facts: RegionValues, world_size: int) -
     demand_units(places, facts.segmentations, features - tokens, tokens, world_size)
     if rule.split is not None:
         demand_split_units(places, rule.split, facts.segmentations, world_size)
-    return len(facts.tokens) + len(facts.features) + _count(facts) != before
+    return _count(facts, places) != before
 
 
 def _marked(places: list[tuple[Value, Dims]], table: dict[tuple[Value, int], None]) -> set[str]:
@@ -294,8 +294,13 @@ def _pick_tokens(node: Node, facts: RegionValues) -> None:
         facts.tokens.update(dict.fromkeys(((node, 0), dim) for dim in range(rank)))
 
 
-def _count(facts: RegionValues) -> int:
-    return sum(len(segmentations) for segmentations in facts.segmentations.values())
+def _count(facts: RegionValues, places: Sequence[tuple[Value, Dims]]) -> int:
+    """Return how much is known of the dims of an operator's ``places``, and of roles anywhere."""
+    # Of other places no operator learns parts; to count those of all would take minutes in a region
+    # of thousands.
+    cuts = facts.segmentations
+    of_places = (cuts.get((value, d), ()) for value, dims in places for d in range(len(dims)))
+    return len(facts.tokens) + len(facts.features) + sum(map(len, of_places))
 
 
 def _demand(

@@ -12,3 +12,7 @@ NEEDS_V_SCHEDULES = pytest.mark.skipif(
 
 # In float64 attention's log-sum-exp has eight bytes; fakes of these say four, and so does a plan.
 FAKES_HALVE_LOG_SUM_EXP = torch.__version__ < TorchVersion("2.13")
+
+# A loss is compared row by row with its classes before it is known where both come from, so that
+# the message says the former alone.
+COUNTS_CLASSES_FIRST = torch.__version__ < TorchVersion("2.13")

@@ -51,7 +51,9 @@ def _made_with_sums(module: Any) -> torch.optim.Optimizer:
 
 def _stepped(module: Any) -> torch.optim.Optimizer:
     optimizer = torch.optim.SGD(module.parameters(), momentum=0.9)
-    sum(parameter.square().sum() for parameter in module.parameters()).backward()
+    for parameter in module.parameters():
+        # Given, for a backward of torch 2.11 replicates gradients of what is cut in segments.
+        parameter.grad = 2 * parameter.detach()
     optimizer.step()
     optimizer.zero_grad()
     return optimizer
@@ -78,8 +80,7 @@ def test_is_placed_with_the_parameters(make: _Made) -> None:
                 if not isinstance(value, DTensor):
                     continue
                 assert value.placements == other[name].placements, name
-                if make is not _stepped:  # gradients of sharded parameters need the other rank
-                    torch.testing.assert_close(value.to_local(), other[name].to_local())
+                torch.testing.assert_close(value.to_local(), other[name].to_local())
                 cut += value.to_local().shape != value.shape
         assert cut >= 2
         loss.backward()

@@ -6,13 +6,10 @@ that needs a gradient; all others (positions, masks, rotary tables) are computed
 
 from __future__ import annotations
 
-import itertools
-import math
 import operator
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 from torch.fx import Node
 
@@ -20,8 +17,7 @@ from sp_compiler.base.placement import Segmentation
 from sp_compiler.ir.fx import carries_gradient, tensor_operands
 from sp_compiler.ir.program import Call, Program, Region
 from sp_compiler.ops.registry import operator_of
-from sp_compiler.passes.sharding.units import demand_split_units, demand_units
-from sp_compiler.rules.factors import Dim, Dims, Factor, OpRule
+from sp_compiler.rules.factors import OpRule
 from sp_compiler.rules.table import is_pointwise, rule_for
 
 Value = tuple[Node, int]
@@ -198,162 +194,3 @@ def residual_stream(program: Program, facts: dict[int, RegionValues]) -> dict[Va
                 if any(value in stream for value in (*tied, (node, 0))):
                     stream.update(dict.fromkeys((*tied, (node, 0))))
     return stream
-
-
-def label_dims(region: Region, facts: RegionValues, world_size: int) -> None:
-    """Fill ``tokens``, ``features`` and ``segmentations`` by following factors to a fixed point."""
-    _seed(region, facts)
-    changed = True
-    while changed:
-        changed = False
-        for node, rule in facts.rules.items():
-            if rule is not None:
-                changed |= _propagate(node, rule, facts, world_size)
-
-
-def _seed(region: Region, facts: RegionValues) -> None:
-    """Mark the dims whose role is known without a rule: those of inputs and outputs."""
-    for node, kind in zip(region.placeholders, region.input_kinds, strict=True):
-        if kind == "size":  # a number, without dims
-            continue
-        value = (node, 0)
-        rank = len(shape_of(value))
-        if kind == "param":
-            facts.features.update(dict.fromkeys((value, dim) for dim in range(rank)))
-        # Token ids, masks, positions: all of their dims run over tokens.
-        elif kind == "input" and not carries_gradient(node.meta["val"]):
-            facts.add_tokens(value, rank)
-        elif kind in ("call", "input"):
-            _seed_rows(facts, value)
-    for node in region.outputs:
-        if isinstance(node, Node):
-            _seed_rows(facts, value_of(node))
-    for node in facts.rules:
-        # Ids of an embedding are positions in a sequence wherever they come from.
-        if (
-            getattr(node.target, "_schema", None) is not None
-            and "embedding" in node.target._schema.name
-        ):
-            facts.add_tokens((node, 0), len(shape_of((node, 0))) - 1)
-
-
-def _seed_rows(facts: RegionValues, value: Value) -> None:
-    """Mark tokens of activations that cross regions as (tokens..., features)."""
-    # With more dims the layout is not known: (b, a, s, d) has features in front of tokens.
-    rank = len(shape_of(value))
-    if value in facts.active and rank in (2, 3):
-        facts.add_tokens(value, rank - 1)
-
-
-def _propagate(node: Node, rule: OpRule, facts: RegionValues, world_size: int) -> bool:
-    """Propagate roles through one operator, in both directions; return whether any is new."""
-    operands = map(value_of, tensor_operands(node))
-    places: list[tuple[Value, Dims]] = [
-        *zip(operands, rule.operands, strict=True),
-        *zip(results_of(node), rule.results, strict=True),
-    ]
-    before = _count(facts, places)
-    for table in (facts.tokens, facts.features):
-        marked = _marked(places, table)
-        for value, dims in places:
-            for d, dim in enumerate(dims):
-                # All factors: a dim that merges tokens with features is neither.
-                marks = dim and all(factor.name in marked for factor in dim)
-                if marks and (table is facts.features or shape_of(value)[d] != 1):
-                    table[value, d] = None
-    _pick_tokens(node, facts)
-    tokens = _marked(places, facts.tokens)
-    _demand(node, rule, facts, world_size, tokens)
-    features = _marked(places, facts.features)
-    demand_units(places, facts.segmentations, features - tokens, tokens, world_size)
-    if rule.split is not None:
-        demand_split_units(places, rule.split, facts.segmentations, world_size)
-    return _count(facts, places) != before
-
-
-def _marked(places: list[tuple[Value, Dims]], table: dict[tuple[Value, int], None]) -> set[str]:
-    """Names of the factors of dims that are in ``table``."""
-    return {
-        factor.name
-        for value, dims in places
-        for d, dim in enumerate(dims)
-        if (value, d) in table
-        for factor in dim
-    }
-
-
-def _pick_tokens(node: Node, facts: RegionValues) -> None:
-    """Mark rows that are gathered from tokens, in any order (those of one expert), as tokens."""
-    # By hand, for the rule of ``index`` has no factor that leads from one to the other.
-    if node.target is not torch.ops.aten.index.Tensor:
-        return
-    source, indices = value_of(node.args[0]), node.args[1]
-    picked = [dim for dim, index in enumerate(indices) if index is not None]
-    if picked == [0] and (source, 0) in facts.tokens:
-        rank = len(shape_of((indices[0], 0)))
-        facts.tokens.update(dict.fromkeys(((node, 0), dim) for dim in range(rank)))
-
-
-def _count(facts: RegionValues, places: Sequence[tuple[Value, Dims]]) -> int:
-    """Return how much is known of the dims of an operator's ``places``, and of roles anywhere."""
-    # Of other places no operator learns parts; to count those of all would take minutes in a region
-    # of thousands.
-    cuts = facts.segmentations
-    of_places = (cuts.get((value, d), ()) for value, dims in places for d in range(len(dims)))
-    return len(facts.tokens) + len(facts.features) + sum(map(len, of_places))
-
-
-def _demand(
-    node: Node, rule: OpRule, facts: RegionValues, world_size: int, tokens: set[str]
-) -> None:
-    """Propagate the parts into which a dim will be split from results back to operands.
-
-    The placement of a parameter suits later operators: a fused q, k, v is split only after its
-    product, and must be sharded within each of the three.
-    """
-    operands = [value_of(operand) for operand in tensor_operands(node)]
-    if rule.split is not None:
-        dim, sizes = rule.split
-        if all(size % world_size == 0 for size in sizes):
-            facts.segmentations.setdefault((operands[0], dim), {})[Segmentation(sizes)] = None
-    # By factor, which is the same dim before and after the operator.
-    wanted: dict[Factor, dict[Segmentation, None]] = {}
-    for value, d, factors in _dims_of(results_of(node), rule.results):
-        if len(factors) == 1:
-            known = facts.segmentations.get((value, d), {})
-            # Units go by rules of their own.
-            wanted.setdefault(factors[0], {}).update((cut, None) for cut in known if not cut.units)
-    inner: dict[str, None] = {}
-    for value, d, factors in _dims_of(operands, rule.operands):
-        if len(factors) == 1:
-            parts = wanted.get(factors[0], {})
-        else:
-            # A fused dim may be cut inside: (3 h) of q, k, v and (b a) of a batch's heads along h
-            # and a. Not along tokens, which are sharded as rows.
-            cut = [
-                f
-                for f in factors[1:]
-                if f.size % world_size == 0 and not f.blocked and f.name not in tokens
-            ]
-            parts = {Segmentation(parts_at(factors, factor)): None for factor in cut}
-            inner.update(dict.fromkeys(factor.name for factor in cut))
-        if parts:
-            facts.segmentations.setdefault((value, d), {}).update(parts)
-    # A factor that is cut out of a fused dim is a feature (heads), whatever was fused with it.
-    for value, d, factors in _dims_of(results_of(node), rule.results):
-        if len(factors) == 1 and factors[0].name in inner:
-            facts.features[value, d] = None
-
-
-def _dims_of(values: list[Value], dims: tuple[Dims, ...]) -> Iterator[tuple[Value, int, Dim]]:
-    """Yield each dim of each value, with its factors."""
-    for value, each in zip(values, dims, strict=True):
-        for d, factors in enumerate(each):
-            yield value, d, factors
-
-
-def parts_at(dim: tuple[Factor, ...], factor: Factor) -> tuple[int, ...]:
-    """Sizes of the parts, one for each index of the factors before ``factor``."""
-    before = list(itertools.takewhile(lambda other: other.name != factor.name, dim))
-    outer, size = (math.prod(item.size for item in items) for items in (before, dim))
-    return (size // outer,) * outer

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from sp_compiler.base.placement import Segmentation
-from sp_compiler.passes.sharding.dim_roles import RegionValues, Value, is_elementwise, parts_at
+from sp_compiler.passes.sharding.dim_roles import RegionValues, Value, is_elementwise
+from sp_compiler.passes.sharding.labels import parts_at
 from sp_compiler.rules.factors import Dim, Factor, OpRule
 from sp_compiler.rules.strategies import cut_inside, padded_cut
 

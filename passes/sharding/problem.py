@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Literal
 
-from networkx.utils import UnionFind
 from torch.fx import Node
 
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.placement import I, P, Placement, R, T, shard_of
 from sp_compiler.cost.hardware import Hardware
 from sp_compiler.ir.fx import tensor_operands
+from sp_compiler.ir.graph_theory import connected
 from sp_compiler.ir.hints import placement_text
 from sp_compiler.ir.program import Program, Ref
 from sp_compiler.passes.sharding.dim_roles import (
@@ -32,8 +32,6 @@ from sp_compiler.rules.padding import may_pad
 from sp_compiler.rules.strategies import Offers, Strategy, strategies
 from sp_compiler.rules.vocabulary import vocabulary_strategies
 from sp_compiler.solve.placement_problem import Option, Vertex
-
-Item = TypeVar("Item", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -93,6 +91,7 @@ class Problem:
     Attributes:
         strategies: for operators, the strategy of each option; empty for other subjects.
         readers: the vertices that need a value, each with its position among their needs.
+        makers: the vertex that makes a value, with its position among what that makes.
         parameters: the subject of each parameter, by name.
         crossings: the subject of each port.
     """
@@ -102,6 +101,7 @@ class Problem:
     # The solver sees the vertices alone; the others lead from its choices back to the graph.
     strategies: list[list[Strategy]] = field(default_factory=list)
     readers: dict[Key, list[tuple[Vertex, int]]] = field(default_factory=dict)
+    makers: dict[Key, tuple[Vertex, int]] = field(default_factory=dict)
     parameters: dict[str, ParameterSubject] = field(default_factory=dict)
     crossings: dict[Port, CrossingSubject] = field(default_factory=dict)
 
@@ -112,6 +112,8 @@ class Problem:
         self.strategies.append(list(strategies))
         for position, value in enumerate(vertex.needs):
             self.readers.setdefault(value, []).append((vertex, position))
+        for position, value in enumerate(vertex.makes):
+            self.makers[value] = vertex, position
 
 
 class ProblemBuilder:
@@ -248,7 +250,7 @@ class ProblemBuilder:
                 for position, ref in enumerate(call.args)
                 if ref.kind == "param"
             ]
-        for number, members in enumerate(_classes(uses)):
+        for number, members in enumerate(connected(uses)):
             names = [item for item in members if isinstance(item, str)]
             places = sorted(item for item in members if not isinstance(item, str))
             subject = ParameterSubject(number)
@@ -297,6 +299,12 @@ class ProblemBuilder:
             for vertex, position in self.problem.readers.get(key, ()):
                 yield [option.needs[position] for option in vertex.options]
 
+    def _made(self, keys: list[Key]) -> Iterable[Placement]:
+        """Yield the placements in which one of the values is made."""
+        for key in keys:
+            vertex, position = self.problem.makers[key]
+            yield from (option.makes[position] for option in vertex.options)
+
     # Values that cross regions, inputs, outputs.
 
     def _add_boundaries(self) -> None:
@@ -320,7 +328,7 @@ class ProblemBuilder:
             self.problem.add(subject, Vertex((), (value,), [Option((), (I,), 0.0)]))
         # One placement for a port in all calls, since all calls share the code: the ports of a
         # chain of equal layers are one vertex.
-        for number, ports in enumerate(_classes(crossings)):
+        for number, ports in enumerate(connected(crossings)):
             self._add_crossing(CrossingSubject(number), ports)
 
     def _add_crossing(self, subject: CrossingSubject, ports: list[Port]) -> None:
@@ -340,9 +348,11 @@ class ProblemBuilder:
             # The residual stream: sharded by rows or unsharded, never by features, which norms mix.
             allowed = [T(rows), I, R] if self._sequence_parallel else [I, R]
         else:
-            # Whatever some reader can take; conversions serve the others. Sorted, as above.
+            # Whatever some reader can take or some maker makes, of which a shard is kept for the
+            # backward where all readers gather it; conversions serve the others. Sorted, as above.
             taken = {placement for placements in self._taken(ins) for placement in placements}
-            allowed = [*sorted(p for p in taken if p.kind == "S"), I, R]
+            made = {p for p in self._made(outs) if p.kind == "S"}
+            allowed = [*sorted({p for p in taken if p.kind == "S"} | made), I, R]
         saved_us = self.prices.saved_us(outs)
         options = [
             Option((p,) * len(outs), (p,) * len(ins), 0.0 if p.is_sharded else saved_us)
@@ -369,14 +379,3 @@ class ProblemBuilder:
                 ]
             options = [Option((p,), (), 0.0) for p in allowed]
             self.problem.add(OutputSubject(index), Vertex(((i, value),), (), options))
-
-
-def _classes(pairs: Iterable[tuple[Item, Item]]) -> list[list[Item]]:
-    """Return classes of items connected by ``pairs``, in order of first appearance."""
-    union = UnionFind()
-    for pair in pairs:
-        union.union(*pair)
-    classes: dict[Item, list[Item]] = {}
-    for item in union.parents:
-        classes.setdefault(union[item], []).append(item)
-    return list(classes.values())

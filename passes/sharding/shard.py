@@ -18,7 +18,8 @@ from sp_compiler.ir.program import Program, Ref
 from sp_compiler.options import CompileOptions
 from sp_compiler.passes.sharding.alternatives import passed_over
 from sp_compiler.passes.sharding.assemble import Choices, Sharded, assemble, assemble_unsharded
-from sp_compiler.passes.sharding.dim_roles import ReplicatedNode, activate, label_dims
+from sp_compiler.passes.sharding.dim_roles import ReplicatedNode, activate
+from sp_compiler.passes.sharding.labels import label_dims
 from sp_compiler.passes.sharding.outputs import Routed, may_shard, route_outputs
 from sp_compiler.passes.sharding.problem import ProblemBuilder
 from sp_compiler.passes.sharding.reasons import why_no_rule
@@ -97,8 +98,7 @@ def placement_problem(
     """
     program = (example or Concretizer(routed.program.sizes)).program(routed.program)
     facts = activate(program, replicated)
-    for region in program.regions:
-        label_dims(region, facts[id(region)], options.tp)
+    label_dims(program, facts, options.tp)
     builder = ProblemBuilder(
         program,
         facts,

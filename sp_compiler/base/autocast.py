@@ -78,7 +78,7 @@ def explicit_casts() -> Iterator[None]:
         yield
 
 
-def _dtype_on(x: Tensor) -> torch.dtype | None:
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """Return the dtype that autocast gives products with ``x``; ``None`` where it is off."""
     device = x.device.type
     # No autocast exists for the meta device: asking for its state raises.
@@ -97,7 +97,7 @@ def _einsum(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     product; any other is recorded as the operators that it decomposes to."""
 
     def einsum(equation: str, operands: Sequence[Tensor], **kwargs: Any) -> Tensor:
-        dtype = _dtype_on(operands[0])
+        dtype = autocast_dtype(operands[0])
         if dtype is None:
             return original(equation, operands, **kwargs)
         if not _is_product(equation, len(operands)):
@@ -112,7 +112,7 @@ def _product(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     def product(*args: Any, **kwargs: Any) -> Tensor:
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        dtype = _dtype_on(tensors[0])
+        dtype = autocast_dtype(tensors[0])
         # A number is a factor of each element, which is no product of matrices. With ``out=``
         # the tensors are what the capture refuses.
         if dtype is None or not all(x.dim() for x in tensors) or kwargs.get("out") is not None:
@@ -125,7 +125,7 @@ def _product(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _nll_loss(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def nll_loss(x: Tensor, target: Tensor, weight: Tensor | None = None, *args: Any) -> Tensor:
-        if _dtype_on(x) is not None:  # whatever its dtype, losses are in float32
+        if autocast_dtype(x) is not None:  # whatever its dtype, losses are in float32
             x = _cast(x, torch.float32)
             weight = None if weight is None else _cast(weight, torch.float32)
         return original(x, target, weight, *args)

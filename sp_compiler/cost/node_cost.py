@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -59,6 +59,31 @@ _PRODUCTS = {
 }
 
 
+def _convolution_backward_flops(
+    result: Any, grad: Tensor, image: Tensor, weight: Tensor, *options: Any
+) -> int:
+    """Return the operations of the gradients that are asked for: each as many as the forward's."""
+    *_, transposed, _padding, _groups, mask = options
+    spread = image if transposed else grad
+    return 2 * spread.numel() * math.prod(weight.shape[1:]) * sum(mask[:2])
+
+
+# torch's registry has ``addmm`` and ``mm`` but no ``linear``, which simplify makes of them; of a
+# convolution it multiplies the channels of all groups with each other for the weight's gradient.
+_BY_HAND: dict[Any, Callable[..., int]] = {
+    _aten.linear.default: lambda result, x, *_: 2 * result.numel() * x.shape[-1],
+    _aten.convolution_backward.default: _convolution_backward_flops,
+    ADD_PRODUCT.overload: lambda result, _, left, right, *rest: 2 * left.numel() * right.shape[-1],
+    ALL_GATHER_MATMUL.overload: lambda result, *_: (
+        2 * result[0].shape[1] * sum(product.numel() for product in result[1:])
+    ),
+    MATMUL_REDUCE_SCATTER.overload: lambda result, left, right, *_: (
+        2 * left.numel() * right.shape[1]
+    ),
+}
+"""Operations of one call, from its result and its arguments."""
+
+
 def tensor_bytes(value: object) -> int:
     """Return the bytes of a tensor, or of all results of an operator."""
     if isinstance(value, Tensor):  # nearly always: without the cost of looking for leaves
@@ -90,19 +115,8 @@ def operator_flops(
     if target in _ATTENTION_BACKWARDS:
         product = _attention_product(*args[1:3])
         return 4 * product, 5 * product  # two gradients per product, and the scores once more
-    # torch's registry has ``addmm`` and ``mm`` but no ``linear``, which simplify makes of them.
-    if target is _aten.linear.default:
-        flops = 2 * result.numel() * args[0].shape[-1]
-        return flops, flops
-    if target is ADD_PRODUCT.overload:
-        flops = 2 * args[1].numel() * args[2].shape[-1]
-        return flops, flops
-    if target is ALL_GATHER_MATMUL.overload:
-        gathered, *products = result
-        flops = 2 * gathered.shape[1] * sum(product.numel() for product in products)
-        return flops, flops
-    if target is MATMUL_REDUCE_SCATTER.overload:
-        flops = 2 * args[0].numel() * args[1].shape[1]
+    if target in _BY_HAND:
+        flops = _BY_HAND[target](result, *args)
         return flops, flops
     formula = flop_registry.get(getattr(target, "overloadpacket", None))
     if formula is None:  # pointwise and reductions: bound by memory, as the papers have it
@@ -128,6 +142,9 @@ def product_flops(node: Node) -> float:
         return 2.0 * math.prod(left) * right[-2] + 2.0 * math.prod(left[:-1]) * math.prod(
             shapes[2][-2:]
         )
+    if "conv" in name and arguments(node).get("transposed", False):
+        # Each element of the image is spread: over the window, of all channels of its group.
+        return 2.0 * math.prod(left) * math.prod(right[1:])
     # Elements that are summed for one of the result: of a convolution its channels and window.
     inner = math.prod(right[1:]) if "conv" in name else left[-1]
     return 2.0 * float(node.meta["val"].numel()) * inner

@@ -9,13 +9,29 @@ import itertools
 import operator
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_iter
 
 if TYPE_CHECKING:
     import networkx as nx
+
+
+Item = TypeVar("Item", bound=Hashable)
+
+
+def connected(pairs: Iterable[tuple[Item, Item]]) -> list[list[Item]]:
+    """Return classes of items connected by ``pairs``, in order of first appearance."""
+    from networkx.utils import UnionFind
+
+    union = UnionFind()
+    for pair in pairs:
+        union.union(*pair)
+    classes: dict[Item, list[Item]] = {}
+    for item in union.parents:
+        classes.setdefault(union[item], []).append(item)
+    return list(classes.values())
 
 
 def as_networkx(

@@ -24,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import _disable_current_modes
 
+from sp_compiler.base.autocast import autocast_dtype
 from sp_compiler.base.decisions import MODES
 from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.base.warn import in_library, is_library, user_line, warn
@@ -136,7 +137,7 @@ def alignments_kept() -> Iterator[None]:
         zero_infinity: bool = False,
     ) -> Tensor:
         # As torch does: float32 under autocast, one sequence without a dim for the batch.
-        if torch.is_autocast_enabled(log_probs.device.type) and log_probs.dtype.itemsize < 4:
+        if autocast_dtype(log_probs) is not None and log_probs.dtype.itemsize < 4:
             log_probs = log_probs.float()
         is_batch = log_probs.dim() == 3
         given = input_lengths, target_lengths

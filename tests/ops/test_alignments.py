@@ -85,3 +85,12 @@ def test_a_model(form: str) -> None:
     report = sp_compiler.verify(model, ((torch.randn(2, 9, 6).double(), labels), {}), tp=2)
     assert report.ok, str(report)
     assert report.worst < 1e-12
+
+
+def test_a_model_without_numbers() -> None:
+    """On the meta device, of which torch has no state of autocast."""
+    with torch.device("meta"):
+        model = Recognizer("padded")
+    inputs = torch.randn(2, 9, 6), torch.tensor([[1, 2, 4], [2, 1, -1]])
+    (bare, real) = (sp_compiler.plan(m, (inputs, {}), tp=2) for m in (model, Recognizer("padded")))
+    assert bare.work == real.work

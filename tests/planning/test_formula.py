@@ -155,7 +155,7 @@ class _TalkingHeads(nn.Module):
         return self.classes(self.pooled((x * gates).mean(1)).tanh()).square().mean()
 
 
-@pytest.mark.parametrize("tp", map(slow, (1, 2)))
+@pytest.mark.parametrize("tp", [*map(slow, (1, 2))])
 def test_heads_that_are_mixed_are_heads(tp: int) -> None:
     """Their products with weights hide neither the sequence nor the heads."""
 

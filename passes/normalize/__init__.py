@@ -215,13 +215,14 @@ def _split_addmm(graph: Graph) -> None:
 def _unflatten_products(graph: Graph) -> None:
     """``reshape(linear(x, w) + b, (..., o))`` -> ``linear(reshape(x, (..., i)), w) + b``.
 
-    With ``x`` (n, i): GPT-2's Conv1D flattens the tokens around its product. Afterwards it works on
-    unflattened tokens like everything around it, and the two reshapes of ``x`` cancel.
+    With ``x`` (n, i) and a matrix: GPT-2's Conv1D flattens the tokens around its product. Afterwards
+    it works on unflattened tokens like everything around it, and the two reshapes of ``x`` cancel.
     """
     for node in calls(graph, _aten.linear.default, _aten.matmul.default):
         x, weight = node.args
         assert isinstance(x, Node)
-        if len(shape_of(x)) != 2:
+        # Several matrices make dims of their own, which the reshape counts too.
+        if len(shape_of(x)) != 2 or len(shape_of(weight)) != 2:
             continue
         last = _biased(node)
         users = [user for user in last.users if is_call(user, _aten.reshape.default)]
@@ -249,8 +250,8 @@ def _biased(product: Node) -> Node:
     """Return the sum of ``product`` and a bias if that is its only use, else ``product``."""
     users = list(product.users)
     if len(users) == 1 and is_call(users[0], _aten.add.Tensor) and users[0].args[0] is product:
-        bias = users[0].args[1]
-        if isinstance(bias, Node) and len(shape_of(bias)) == 1:
+        bias, factor = users[0].args[1], arguments(users[0])["alpha"]
+        if isinstance(bias, Node) and len(shape_of(bias)) == 1 and factor == 1:
             return users[0]
     return product
 

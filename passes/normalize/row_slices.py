@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from sp_compiler.base.pass_report import Pass
-from sp_compiler.ir.fx import arguments, calls, is_call, shape_of
+from sp_compiler.ir.fx import arguments, calls, is_call, shape_of, tensor_operands
 from sp_compiler.ir.rewriting import insert_call, replace_with
 from sp_compiler.ir.symbolic import example_number, same_shape
 
@@ -58,7 +58,8 @@ def _is_elementwise(node: Node) -> bool:
     if not isinstance(node.target, OpOverload) or not isinstance(node.args[0], Node):
         return False
     pointwise = torch.Tag.pointwise in node.target.tags or is_call(node, _aten._to_copy.default)
-    rest = [operand for operand in node.all_input_nodes if operand is not node.args[0]]
+    # With repeats: of ``x * x`` the second factor would keep all rows.
+    rest = tensor_operands(node)[1:]
     # Without recording: other sizes may differ where those of the example are equal by chance.
     same = same_shape(shape_of(node.args[0]), shape_of(node))
     return pointwise and same and all(len(shape_of(operand)) < 2 for operand in rest)

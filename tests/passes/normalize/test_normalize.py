@@ -146,6 +146,23 @@ def test_addmm_keeps_rows_that_another_value_uses() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "near_miss",
+    [
+        # The bias counts three times; there are two matrices; the weight is a vector.
+        lambda x, w, b: torch.add(x.view(-1, 4) @ w[0], b, alpha=3).view(2, 3, 5),
+        lambda x, w, b: torch.matmul(x.view(-1, 4), w).view(2, 2, 3, 5) + b,
+        lambda x, w, b: torch.matmul(x.view(-1, 4), w[0, :, 0]).view(1, 1, 6) * b[0],
+    ],
+)
+def test_flattened_rows_stay_where_the_product_is_another(near_miss: Any) -> None:
+    args = randn(2, 3, 4), randn(2, 4, 5), randn(5)
+    captured = normalized(near_miss, *args)
+    assert body(captured)[0] == "%3 = aten.reshape(%0, [6, 4]) : f64[6, 4]"
+    assert "aten.matmul(%3, " in text(captured)
+    torch.testing.assert_close(outputs(captured, *args)[0], near_miss(*args), rtol=1e-14, atol=1e-14)
+
+
 def test_scaled_addmm_is_left_alone() -> None:
     def scaled(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return torch.addmm(bias, x, weight, alpha=2)
@@ -182,3 +199,21 @@ def test_a_slice_of_one_of_several_results() -> None:
     args = randn(2, 3, 4), randn(5, 4)
     captured = normalized(lambda x, w: F.linear(x, w).topk(2, 1).values[:, -1:], *args)
     assert body(captured)[-2].startswith("%5 = aten.slice.Tensor(%4")
+
+
+def test_a_slice_behind_a_product_of_a_value_with_itself_stays() -> None:
+    """The second factor would keep all rows, and broadcast the first."""
+    args = randn(2, 3, 4), randn(5, 4)
+
+    def last_squared(x: Tensor, w: Tensor) -> Tensor:
+        y = F.linear(x.tanh(), w)
+        return (y * y)[:, -1:].sum()
+
+    captured = normalized(last_squared, *args)
+    assert [line.split(" = ")[-1].split("(")[0] for line in body(captured)[:4]] == [
+        "aten.tanh",
+        "aten.linear",
+        "aten.mul.Tensor",
+        "aten.slice.Tensor",
+    ]
+    torch.testing.assert_close(outputs(captured, *args)[0], last_squared(*args), rtol=1e-14, atol=0)

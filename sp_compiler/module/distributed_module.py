@@ -177,7 +177,7 @@ class DistributedModule(Inspection, Weights):
             RankFailureError: another rank failed.
         """
         state = self._sp_state
-        leaves, structure = flatten_inputs(args, kwargs)
+        leaves, structure = flatten_inputs(args, kwargs, state.unordered)
         # Before the inputs are read: under a transform they are wrappers without memory.
         refuse_transforms(leaves, state.parameters.current)
         leaves = [plain_input(leaf) for leaf in leaves]
@@ -223,7 +223,7 @@ class DistributedModule(Inspection, Weights):
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Compile for these example inputs and place the parameters, without running the model."""
-        leaves, structure = flatten_inputs(args, kwargs)
+        leaves, structure = flatten_inputs(args, kwargs, self._sp_state.unordered)
         with self._sp_state.group.reporting(over_data=self._sp_state.waits_over_data), COMPILING:
             executor_for(self._sp_state, [plain_input(leaf) for leaf in leaves], structure)
             shard_over_data(self._sp_state)

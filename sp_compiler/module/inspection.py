@@ -70,7 +70,7 @@ class Inspection:
         is_text = isinstance(source, str) and "\n" in source
         text = str(source) if is_text else _read(Path(source))
         args, kwargs = checked_inputs(self, example_inputs)
-        leaves, structure = flatten_inputs(args, kwargs)
+        leaves, structure = flatten_inputs(args, kwargs, state.unordered)
         leaves = [plain_input(leaf) for leaf in leaves]
         with state.group.reporting(), COMPILING:
             # Not the text itself: of two long ones a message would show the equal beginnings.

@@ -32,6 +32,7 @@ from sp_compiler.runtime.program_cache import ProgramCache
 from sp_compiler.runtime.rank_checks import RankAgreement
 from sp_compiler.runtime.reductions import DeferredGradients, reduce_gradients
 from sp_compiler.runtime.weight_gradients import WeightGradients
+from sp_compiler.trace.arguments import unordered_keywords
 
 COMPILING = threading.RLock()
 """Held while a program is looked up and compiled: torch captures in one thread at a time."""
@@ -56,6 +57,7 @@ class ModuleState:
     Attributes:
         layout: how parameters are stored, shared with the modules of the tree.
         signature: of the model's own forward.
+        unordered: keyword arguments whose order that forward cannot see; ``None`` for all.
         modules, parameters, buffers: by name.
         programs: one executor for each kind of call.
         fsdp: the parameters that FSDP2 manages.
@@ -93,6 +95,7 @@ class ModuleState:
         self.layout: Layout = root._sp_layout
         # Read once: while the model is awake or asleep its ``forward`` is another one.
         self.signature = inspect.signature(original.forward)
+        self.unordered = unordered_keywords(original.forward)
         # Modules are fixed from here on, while their tensors may be replaced, so only those are
         # looked up anew.
         self.modules: dict[str, nn.Module] = dict(root.named_modules(remove_duplicate=False))

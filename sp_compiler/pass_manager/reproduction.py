@@ -35,6 +35,7 @@ from sp_compiler.pass_manager.reproduction_script import script_text
 from sp_compiler.rules.custom import user_rule
 from sp_compiler.rules.registry import schema_name
 from sp_compiler.trace.autograd_functions import function_name
+from sp_compiler.trace.arguments import unordered_keywords
 from sp_compiler.trace.export import capture, flatten_inputs
 
 SAVED = "failed.pickle"
@@ -151,7 +152,7 @@ def _written(
         )
     # Recorded too are those inside of registered operators, which the graph names by themselves.
     captured.functions = ()
-    leaves, _ = flatten_inputs(args, kwargs)
+    leaves, _ = flatten_inputs(args, kwargs, unordered_keywords(model.forward))
     targets = {node.target: schema_name(node) for node in captured.module.graph.nodes}
     rules = map(user_rule, dict.fromkeys(targets.values()))
     failed = FailedCompilation(

@@ -237,7 +237,7 @@ class PipelineModule(StageParameters):
     def _flat(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[list[Any], pytree.TreeSpec, list[str]]:
-        leaves, structure = flatten_inputs(args, kwargs)
+        leaves, structure = flatten_inputs(args, kwargs, self._state.unordered)
         names = input_names(self.module, args, kwargs)
         return [plain_input(leaf) for leaf in leaves], structure, names
 

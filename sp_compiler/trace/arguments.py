@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import textwrap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -79,6 +80,25 @@ def checked_inputs(model: Any, example_inputs: Any) -> tuple[tuple[Any, ...], di
         )
     # Copies, for a caller may go on to change its own.
     return tuple(example_inputs[0]), dict(example_inputs[1])
+
+
+def unordered_keywords(forward: Callable[..., Any]) -> Container[str] | None:
+    """Return the keyword arguments whose order ``forward`` cannot see; ``None`` for all.
+
+    What it takes under any name (``**modalities``) is a dict in the order of the call.
+    """
+    parameters = inspect.signature(forward).parameters
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return parameters if takes_any else None
+
+
+def sorted_keywords(kwargs: Mapping[str, Any], unordered: Container[str] | None) -> dict[str, Any]:
+    """Return ``kwargs`` in an order that two calls share if they mean the same: those that are
+    ``unordered`` by name, then the others as they are given; ``None``: all by name."""
+    if unordered is None:
+        return dict(sorted(kwargs.items()))
+    others = {name: value for name, value in kwargs.items() if name not in unordered}
+    return {name: kwargs[name] for name in sorted(kwargs) if name not in others} | others
 
 
 def refuse_inputs(names: Sequence[str], leaves: Sequence[Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from sp_compiler.ir.hints import parameters_of
 from sp_compiler.ir.program import Ref
 from sp_compiler.ir.rewriting import erase_dead, fake_mode_of, make_call, refake, set_value
 from sp_compiler.ir.symbolic import NotSymbolic, inline_sizes, is_open, open_sizes
-from sp_compiler.trace.arguments import refuse_inputs
+from sp_compiler.trace.arguments import refuse_inputs, sorted_keywords, unordered_keywords
 from sp_compiler.trace.attributes.changes import Settled
 from sp_compiler.trace.decisions import Reads
 from sp_compiler.trace.dtype_check import check_dtypes
@@ -44,11 +44,13 @@ _aten = torch.ops.aten
 
 
 def flatten_inputs(
-    args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    unordered: Container[str] | None = None,
 ) -> tuple[list[Any], pytree.TreeSpec]:
     """Return the leaves and the pytree structure of a call's inputs, independent of the order of
-    keyword arguments."""
-    named = dict(sorted((kwargs or {}).items()))
+    the keyword arguments that are ``unordered``; ``None``: of all."""
+    named = sorted_keywords(kwargs or {}, unordered)
     leaves = [*args, *named.values()]
     # Nearly every call of a training loop: no structure to look for.
     if all(type(leaf) is Tensor for leaf in leaves):
@@ -65,7 +67,8 @@ def input_names(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
 ) -> list[str]:
     """Return the user's names of the leaves of :func:`flatten_inputs`: ``x``, ``batch['ids']``."""
-    paths, _ = pytree.tree_flatten_with_path((tuple(args), dict(sorted((kwargs or {}).items()))))
+    named = sorted_keywords(kwargs or {}, unordered_keywords(model.forward))
+    paths, _ = pytree.tree_flatten_with_path((tuple(args), named))
     positional = [
         name
         for name, parameter in inspect.signature(model.forward).parameters.items()
@@ -105,7 +108,8 @@ def capture(
         NotSymbolic: with ``open_dims``, if the model returns a size.
     """
     check_capturable(model)
-    leaves, in_spec = flatten_inputs(args, kwargs)
+    unordered = unordered_keywords(model.forward)
+    leaves, in_spec = flatten_inputs(args, kwargs, unordered)
     names = input_names(model, args, kwargs)
     refuse_inputs(names, leaves)
     leaves = _as_examples(leaves, model, open_dims)
@@ -115,7 +119,7 @@ def capture(
     if use_cache is True:
         example_kwargs = {**example_kwargs, "use_cache": False}
     shapes = open_shapes(model, example_args, example_kwargs) if open_dims else None
-    real_leaves, _ = flatten_inputs(args, kwargs)
+    real_leaves, _ = flatten_inputs(args, kwargs, unordered)
     run = ExportRun(model, example_args, example_kwargs, shapes, use_cache, real_leaves, names)
 
     def attempt() -> tuple[Captured, Settled]:
@@ -227,7 +231,7 @@ def _from_exported(
     """Turn the signature of an exported graph into refs, and merge tied tensors."""
     graph = exported.graph_module.graph
     canonical = _canonical_names(model)
-    leaf_order = iter(_leaf_order(exported))
+    leaf_order = iter(_leaf_order(exported, in_spec))
     aliases: dict[str, str] = {}
     constants: dict[str, Tensor] = {}
     refs: list[Ref] = []
@@ -262,13 +266,13 @@ def _canonical_names(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(tensor), name) for name, tensor in tensors}
 
 
-def _leaf_order(exported: ExportedProgram) -> list[int]:
-    """Return for each input leaf of the exported program its index in :func:`flatten_inputs`."""
-    # Export keeps keyword arguments in the order in which they were given, flatten_inputs sorts
-    # them: numbers are sent through both.
+def _leaf_order(exported: ExportedProgram, in_spec: pytree.TreeSpec) -> list[int]:
+    """Return for each input leaf of the exported program its index among those of ``in_spec``."""
+    # Export may have another order of keyword arguments: numbers are sent through both.
     spec = exported.call_spec.in_spec
     args, kwargs = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
-    exported_positions, _ = flatten_inputs(args, kwargs)
+    _, names = pytree.tree_unflatten(range(spec.num_leaves), in_spec)
+    exported_positions = pytree.tree_leaves((args, {name: kwargs[name] for name in names}))
     order = [0] * len(exported_positions)
     for sorted_position, exported_position in enumerate(exported_positions):
         order[exported_position] = sorted_position

@@ -25,7 +25,7 @@ from sp_compiler.options import CompileOptions, Options, with_options
 from sp_compiler.pass_manager.runner import PassRunner
 from sp_compiler.passes.normalize.random_numbers import draw_by_counter
 from sp_compiler.passes.sharding.outputs import route_outputs
-from sp_compiler.trace.arguments import ExampleInputs, checked_inputs
+from sp_compiler.trace.arguments import ExampleInputs, checked_inputs, unordered_keywords
 from sp_compiler.trace.environment import without_cache
 from sp_compiler.trace.export import capture, flatten_inputs
 from sp_compiler.verification.blocks import BlockData, check_blocks
@@ -160,7 +160,7 @@ class Step:
 
     @classmethod
     def of(cls, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Step:
-        inputs, spec = flatten_inputs(args, kwargs)
+        inputs, spec = flatten_inputs(args, kwargs, unordered_keywords(model.forward))
         tensors = Tensors(dict(model.named_parameters()), dict(model.named_buffers()), inputs)
         return cls(model, tuple(args), kwargs, spec, tensors)
 

@@ -115,6 +115,24 @@ def test_keyword_arguments_have_no_order() -> None:
     torch.testing.assert_close(module(batch(), target, 2.0)["loss"], expected, rtol=1e-12, atol=0)
 
 
+def test_a_forward_sees_the_order_of_what_it_takes_under_any_name() -> None:
+    """As on one device: the tokens of two modalities follow each other as they were given."""
+
+    class Joined(nn.Linear):
+        def forward(self, scale: float = 1.0, **modalities: Tensor) -> Tensor:
+            return super().forward(torch.cat([*modalities.values()], 1).cumsum(1)) * scale
+
+    torch.manual_seed(0)
+    model = Joined(8, 3, dtype=torch.float64)
+    module = sp_compiler.compile(copy.deepcopy(model), tp=1)
+    text, image = batch(), batch(seed=2) * 3
+    for kwargs in ({"text": text, "image": image}, {"image": image, "text": text}):
+        expected = model(**kwargs, scale=2.0)
+        torch.testing.assert_close(module(scale=2.0, **kwargs), expected, rtol=1e-12, atol=0)
+        module(**kwargs, scale=2.0)
+    assert num_compiled(module) == 2
+
+
 def test_structures_and_python_values_are_part_of_the_key() -> None:
     module, model = compiled(_flexible), _flexible()
     inputs = {"first": batch(), "second": batch(seed=2)}

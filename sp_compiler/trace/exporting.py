@@ -187,9 +187,14 @@ class ExportRun:
             return second.changes if second.text == first.text else None
 
         settled = settle(first.changes, repeat)
+        # The forward sets both together: rotary tables, and the length that they are for.
+        for each in list(settled.stored):
+            lengths = first.buffers.lost_sizes.get(each.path, ())
+            if each.how == "decide" and type(each.leaves[0]) is int and each.leaves[0] in lengths:
+                settled.stored.remove(each)
+                settled.lost[str(each)] = str(first.changes.changed[each.path, each.name])
         known = {(each.path, each.name) for each in settled.stored}
         left = {path for path, name in first.changes.changed if (path, name) not in known}
-        # The forward sets both together: rotary tables, and the length that they are for.
         if any(path in left for path, _ in first.buffers.written):
             first = self.run(left)
         settled.lost.update(first.buffers.lost)

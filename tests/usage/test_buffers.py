@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import sp_compiler
 from tests.helpers.slow import slow
 from tests.helpers.users import assert_same_gradients, batch, compiled
 
@@ -222,6 +223,28 @@ def test_a_buffer_that_changes_its_kind_stays_and_a_warning_says_so(kind: Any) -
     assert "none (None -> float64 [8] on cpu)" in str(caught[0].message)
     torch.testing.assert_close(first, model(x), rtol=1e-12, atol=0)
     torch.testing.assert_close(module(x), first, rtol=1e-12, atol=0)
+
+
+def test_a_length_stays_with_the_table_that_it_is_for() -> None:
+    """Else a call after a longer one would take its rows from the table of before, which has none."""
+
+    class Table(nn.Linear):
+        longest = 0
+        weights: Tensor
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.shape[1] > self.longest:
+                self.longest = x.shape[1]
+                self.weights = torch.arange(1.0, self.longest + 1, dtype=x.dtype)[:, None]
+            return super().forward(x) * self.weights[: x.shape[1]]
+
+    model = Table(8, 3, dtype=torch.float64)
+    model.register_buffer("weights", torch.zeros(0, 1, dtype=torch.float64))
+    module = sp_compiler.compile(copy.deepcopy(model), tp=1)
+    with pytest.warns(UserWarning, match=r"longest \(0 -> 6\), weights \(float64 \[0, 1\]"):
+        module(batch())
+    for _ in range(2):
+        torch.testing.assert_close(module(batch()), model(batch()), rtol=1e-12, atol=0)
 
 
 def test_a_buffer_of_two_modules_that_each_of_them_sets() -> None:

@@ -31,10 +31,12 @@ class SetBuffers:
     Attributes:
         written: those that the captured graph writes.
         lost: by name the text of each change that no write can express; that buffer stays as it is.
+        lost_sizes: by path of a module the sizes of what it has set of those.
     """
 
     written: set[Key] = field(default_factory=set)
     lost: dict[str, str] = field(default_factory=dict)
+    lost_sizes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @contextlib.contextmanager
@@ -60,6 +62,7 @@ def set_buffers_written(model: nn.Module, left: Collection[str] = ()) -> Iterato
         after = _buffers_of(model)
         _restore(model, before)
         found.lost.clear()
+        found.lost_sizes.clear()
         found.written.clear()
         return _written(before, after, result, found, left)
 
@@ -103,6 +106,8 @@ def _written(
         if is_left or _described(old) != _described(new) or not is_one:
             text = f"{_described(old)} -> {_described(new)}" if is_one else "no longer shared"
             found.lost[".".join(filter(None, key))] = text
+            sizes = () if new is None else tuple(size for size in new.shape if type(size) is int)
+            found.lost_sizes[key[0]] = found.lost_sizes.get(key[0], ()) + sizes
         else:
             assert old is not None
             assert new is not None

@@ -64,6 +64,9 @@ def row_dims(node: Node, known: Mapping[Node, int]) -> RowDims | None:
     is_summed = any(factor.name == each.name for each in rule.contracted)
     if None in result_dims and not is_summed:
         return None
+    # A chunk of ``x @ x.T`` reads some rows of ``x`` and all of them: two values for one operand.
+    if len(dict.fromkeys(operands)) != len(dict.fromkeys(zip(operands, operand_dims, strict=True))):
+        return None
     return RowDims(operand_dims, result_dims)
 
 

@@ -199,6 +199,21 @@ def test_near_misses_stay(name: str) -> None:
     assert [each.reason for each in report.declined] == reasons
 
 
+def test_similarities_of_rows_stay() -> None:
+    """A chunk of the product would read some rows of one operand, and all of them."""
+
+    class Similarities(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor]:
+            return (F.linear(x, x).logsumexp(-1).mean(),)
+
+    x = torch.randn(N, H, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    region = region_of(Similarities(), x, kinds=["call"], requires_grad=[True])
+    joint = trace_joint(region)
+    simplify(joint.graph)
+    (result,) = chunk(joint, 1, (2,))
+    assert render(result.graph) == render(joint.graph)
+
+
 def test_a_product_that_narrows_is_no_head() -> None:
     joint = joint_of(lambda x, y: x.logsumexp(-1), wide=H)
     assert chunk(joint, 1, (2,)) == [joint]

@@ -17,6 +17,7 @@ from sp_compiler.ir.program import Program
 from sp_compiler.options import CompileOptions, Dropout
 from sp_compiler.passes.normalize import normalize
 from sp_compiler.passes.outline import outline
+from sp_compiler.trace.arguments import unordered_keywords
 from sp_compiler.trace.export import capture, flatten_inputs
 from sp_compiler.verification.judge import backward
 from sp_compiler.verification.reference import run_program
@@ -72,7 +73,7 @@ def make_case(
     program = outline(captured, wishes_of(hints or {}, captured.parameters))
     params = {name: _leaf(value) for name, value in model.named_parameters()}
     buffers = dict(model.named_buffers())
-    inputs, _ = flatten_inputs((), kwargs)
+    inputs, _ = flatten_inputs((), kwargs, unordered_keywords(model.forward))
     leaves = [_leaf(value) if isinstance(value, Tensor) else value for value in inputs]
     result = run_program(program, params, buffers, leaves, seed)
     backward(result.outputs, program.out_spec)

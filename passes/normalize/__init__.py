@@ -215,8 +215,9 @@ def _split_addmm(graph: Graph) -> None:
 def _unflatten_products(graph: Graph) -> None:
     """``reshape(linear(x, w) + b, (..., o))`` -> ``linear(reshape(x, (..., i)), w) + b``.
 
-    With ``x`` (n, i) and a matrix: GPT-2's Conv1D flattens the tokens around its product. Afterwards
-    it works on unflattened tokens like everything around it, and the two reshapes of ``x`` cancel.
+    With ``x`` (n, i) and one matrix: GPT-2's Conv1D flattens the tokens around its product.
+    Afterwards it works on unflattened tokens like everything around it, and the two reshapes of
+    ``x`` cancel.
     """
     for node in calls(graph, _aten.linear.default, _aten.matmul.default):
         x, weight = node.args

@@ -34,8 +34,8 @@ from sp_compiler.pass_manager.dump import VARIABLE, dump_folder, own_folder
 from sp_compiler.pass_manager.reproduction_script import script_text
 from sp_compiler.rules.custom import user_rule
 from sp_compiler.rules.registry import schema_name
-from sp_compiler.trace.autograd_functions import function_name
 from sp_compiler.trace.arguments import unordered_keywords
+from sp_compiler.trace.autograd_functions import function_name
 from sp_compiler.trace.export import capture, flatten_inputs
 
 SAVED = "failed.pickle"

@@ -226,7 +226,7 @@ def test_a_buffer_that_changes_its_kind_stays_and_a_warning_says_so(kind: Any) -
 
 
 def test_a_length_stays_with_the_table_that_it_is_for() -> None:
-    """Else a call after a longer one would take its rows from the table of before, which has none."""
+    """Else a call after a longer one would take rows that the table of before does not have."""
 
     class Table(nn.Linear):
         longest = 0

@@ -118,12 +118,17 @@ def test_keyword_arguments_have_no_order() -> None:
 def test_a_forward_sees_the_order_of_what_it_takes_under_any_name() -> None:
     """As on one device: the tokens of two modalities follow each other as they were given."""
 
-    class Joined(nn.Linear):
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 3, dtype=torch.float64)
+
         def forward(self, scale: float = 1.0, **modalities: Tensor) -> Tensor:
-            return super().forward(torch.cat([*modalities.values()], 1).cumsum(1)) * scale
+            result: Tensor = self.linear(torch.cat([*modalities.values()], 1).cumsum(1)) * scale
+            return result
 
     torch.manual_seed(0)
-    model = Joined(8, 3, dtype=torch.float64)
+    model = Joined()
     module = sp_compiler.compile(copy.deepcopy(model), tp=1)
     text, image = batch(), batch(seed=2) * 3
     for kwargs in ({"text": text, "image": image}, {"image": image, "text": text}):

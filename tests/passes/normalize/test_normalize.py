@@ -160,7 +160,9 @@ def test_flattened_rows_stay_where_the_product_is_another(near_miss: Any) -> Non
     captured = normalized(near_miss, *args)
     assert body(captured)[0] == "%3 = aten.reshape(%0, [6, 4]) : f64[6, 4]"
     assert "aten.matmul(%3, " in text(captured)
-    torch.testing.assert_close(outputs(captured, *args)[0], near_miss(*args), rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(
+        outputs(captured, *args)[0], near_miss(*args), rtol=1e-14, atol=1e-14
+    )
 
 
 def test_scaled_addmm_is_left_alone() -> None:

@@ -87,9 +87,15 @@ def unordered_keywords(forward: Callable[..., Any]) -> Container[str] | None:
 
     What it takes under any name (``**modalities``) is a dict in the order of the call.
     """
-    parameters = inspect.signature(forward).parameters
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    return parameters if takes_any else None
+    parameters = inspect.signature(forward).parameters.values()
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    # By kind: of ``forward(x, /, **more)`` a keyword may be named ``x`` or ``more``.
+    by_keyword = {
+        each.name
+        for each in parameters
+        if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+    }
+    return by_keyword if takes_any else None
 
 
 def sorted_keywords(kwargs: Mapping[str, Any], unordered: Container[str] | None) -> dict[str, Any]:

@@ -131,11 +131,13 @@ def test_a_forward_sees_the_order_of_what_it_takes_under_any_name() -> None:
     model = Joined()
     module = sp_compiler.compile(copy.deepcopy(model), tp=1)
     text, image = batch(), batch(seed=2) * 3
-    for kwargs in ({"text": text, "image": image}, {"image": image, "text": text}):
+    # ``modalities`` may be such a name itself.
+    for first, second in (("text", "image"), ("image", "text"), ("text", "modalities")):
+        kwargs = {first: text, second: image}
         expected = model(**kwargs, scale=2.0)
         torch.testing.assert_close(module(scale=2.0, **kwargs), expected, rtol=1e-12, atol=0)
         module(**kwargs, scale=2.0)
-    assert num_compiled(module) == 2
+    assert num_compiled(module) == 3
 
 
 def test_structures_and_python_values_are_part_of_the_key() -> None:

@@ -187,9 +187,10 @@ class ExportRun:
             return second.changes if second.text == first.text else None
 
         settled = settle(first.changes, repeat)
-        # The forward sets both together: rotary tables, and the length that they are for.
+        # The forward sets both together: rotary tables, and the length that they are for. Sizes
+        # that the table had before say nothing: a counter may reach them by chance.
         for each in list(settled.stored):
-            lengths = first.buffers.lost_sizes.get(each.path, ())
+            lengths = first.buffers.lost_sizes.get(each.path, set())
             if each.how == "decide" and type(each.leaves[0]) is int and each.leaves[0] in lengths:
                 settled.stored.remove(each)
                 settled.lost[str(each)] = str(first.changes.changed[each.path, each.name])

@@ -247,6 +247,30 @@ def test_a_length_stays_with_the_table_that_it_is_for() -> None:
         torch.testing.assert_close(module(batch()), model(batch()), rtol=1e-12, atol=0)
 
 
+def test_a_counter_that_reaches_a_size_of_a_table_by_chance() -> None:
+    """The table is set anew in every call, of eight columns as before."""
+
+    class Table(nn.Linear):
+        calls = 0
+        weights: Tensor
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows = torch.arange(1.0, x.shape[1] + 1, dtype=x.dtype)
+            self.weights, self.calls = rows[:, None].expand(-1, 8), self.calls + 8
+            return super().forward(x * self.weights * self.calls)
+
+    model = Table(8, 3, dtype=torch.float64)
+    model.register_buffer("weights", torch.zeros(0, 8, dtype=torch.float64))
+    module = sp_compiler.compile(copy.deepcopy(model), tp=1)
+    with (
+        pytest.warns(UserWarning, match=r"will not: weights \(float64 \[0, 8\]"),
+        pytest.warns(UserWarning, match="numbers that it changes: calls"),
+    ):
+        module(batch())
+    model(batch())
+    torch.testing.assert_close(module(batch()), model(batch()), rtol=1e-12, atol=0)
+
+
 def test_a_buffer_of_two_modules_that_each_of_them_sets() -> None:
     model: Any = _build(lambda: _Nested(_set_twice))
     model.layers[1].total = model.layers[0].total

@@ -31,12 +31,13 @@ class SetBuffers:
     Attributes:
         written: those that the captured graph writes.
         lost: by name the text of each change that no write can express; that buffer stays as it is.
-        lost_sizes: by path of a module the sizes of what it has set of those.
+        lost_sizes: by path of a module the sizes of what it has set of those, where they are others
+            than before.
     """
 
     written: set[Key] = field(default_factory=set)
     lost: dict[str, str] = field(default_factory=dict)
-    lost_sizes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    lost_sizes: dict[str, set[int]] = field(default_factory=dict)
 
 
 @contextlib.contextmanager
@@ -106,8 +107,7 @@ def _written(
         if is_left or _described(old) != _described(new) or not is_one:
             text = f"{_described(old)} -> {_described(new)}" if is_one else "no longer shared"
             found.lost[".".join(filter(None, key))] = text
-            sizes = () if new is None else tuple(size for size in new.shape if type(size) is int)
-            found.lost_sizes[key[0]] = found.lost_sizes.get(key[0], ()) + sizes
+            found.lost_sizes.setdefault(key[0], set()).update(_changed_sizes(old, new))
         else:
             assert old is not None
             assert new is not None
@@ -126,6 +126,14 @@ def _written(
         for old, new in [(old, apart(new)) for old, new in writes]:
             old.copy_(new)
     return result
+
+
+def _changed_sizes(old: Tensor | None, new: Tensor | None) -> Iterator[int]:
+    after = () if new is None else new.shape
+    before = old.shape if old is not None and old.dim() == len(after) else [None] * len(after)
+    for first, second in zip(before, after, strict=True):
+        if type(second) is int and first != second:
+            yield second
 
 
 def _described(value: Tensor | None) -> str:

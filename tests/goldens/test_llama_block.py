@@ -19,6 +19,7 @@ from tests.goldens import FOLDER, check_golden, llama_block
 POLICIES = ("none", "selective", "full")
 
 
+@pytest.mark.slow
 def test_order_of_the_passes() -> None:
     program = llama_block.compiled("selective")
     names = [report.name for report in program.reports]

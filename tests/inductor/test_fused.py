@@ -157,6 +157,7 @@ def test_a_function_of_no_tensors(rows: list[int]) -> None:
     assert torch.equal(got, expected)
 
 
+@pytest.mark.slow
 def test_rows_that_are_added_to_their_own_tensor() -> None:
     """Inductor adds in place, and must not read what it has changed."""
 

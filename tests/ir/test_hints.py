@@ -53,7 +53,7 @@ def test_without_hints_the_pairs_are_column_and_row() -> None:
     [
         slow({"blocks.*.mlp.up": Shard(1)}),
         {"blocks.*.mlp.up": Replicate(), "blocks.*.mlp.down": Replicate()},
-        {"blocks.0.mlp.down": Shard(0), "blocks.*.attention.query": Shard(-1)},
+        slow({"blocks.0.mlp.down": Shard(0), "blocks.*.attention.query": Shard(-1)}),
         slow({"blocks.*.attention.key": Replicate(), "blocks.*.attention.query": Shard(0)}),
         {"head": sp_compiler.forbid(Shard(0)), "token_embedding": Shard(1)},
     ],

@@ -46,7 +46,7 @@ def _compiled(name: str, **fields: Any) -> tuple[nn.Module, CompiledProgram]:
     ("name", "ends", "sent"),
     [
         ("gpt2", [2, 3, 4], [1, 1, 0]),
-        ("llama", [1, 2, 4], [1, 1, 0]),
+        slow("llama", [1, 2, 4], [1, 1, 0]),
         slow("t5", [2, 5, 7], [3, 2, 0]),
     ],
 )

@@ -43,6 +43,7 @@ def _ways(found: ParameterExplanation) -> list[tuple[Way, ...]]:
     return [found.stored, *(reader.ways for reader in found.operators)]
 
 
+@pytest.mark.slow
 def test_the_chosen_way_is_the_optimum(llama: Plan) -> None:
     found = _one(llama, LAYER.format(0) + PROJECTION)
     assert found.placement == "Shard(1)"

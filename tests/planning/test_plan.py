@@ -105,6 +105,7 @@ def test_blocks_add_up_to_the_whole() -> None:
     assert block.paths == ("blocks.0", "blocks.1")
 
 
+@pytest.mark.slow
 def test_what_several_calls_keep_counts_once() -> None:
     """Every layer of a Llama multiplies by the same rotary tables."""
     found = _plan("llama", recompute="none")
@@ -134,6 +135,7 @@ def test_state_of_one_rank() -> None:
     assert found.total_bytes == 4 * found.parameter_bytes + found.activation_peak_bytes
 
 
+@pytest.mark.slow
 def test_frozen_weights_have_no_gradients() -> None:
     trained = [p for p in zoo.build("lora").parameters() if p.requires_grad]
     whole_bytes = sum(parameter.nbytes for parameter in trained)

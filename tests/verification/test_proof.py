@@ -147,6 +147,7 @@ def test_every_function_that_a_step_may_run(region: str, function: str) -> None:
     assert "gradient of" in str(wrong)
 
 
+@pytest.mark.slow
 def test_code_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is one more wrong result, with the pass that wrote it."""
 
@@ -303,6 +304,7 @@ def test_layers_that_are_equal_are_compared_once(monkeypatch: pytest.MonkeyPatch
     assert subjects == 2 * [["Prologue", "GPT2Block", "Epilogue"]]
 
 
+@pytest.mark.slow
 def test_a_gradient_that_normalization_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The forward of every part is right."""
     original = compiler.outline

@@ -22,6 +22,7 @@ from sp_compiler.runtime.executor import Executor
 from sp_compiler.runtime.reductions import DeferredGradients
 from sp_compiler.runtime.weight_gradients import WeightGradients
 from sp_compiler.trace.export import flatten_inputs
+from tests.helpers.slow import slow
 from tests.models import zoo
 
 
@@ -29,7 +30,7 @@ def _calls(graph: Graph) -> list[Node]:
     return [node for node in graph.nodes if node.op == "call_function"]
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[slow(1), 2])
 def compiled(request: Any) -> CompiledProgram:
     options = CompileOptions(tp=request.param, split_backward=True, overlap=False)
     return build(zoo.build("gpt2", dropout=0.1), (), zoo.inputs("gpt2"), options)

@@ -96,7 +96,8 @@ def _crossings(
 
 
 def _channels(values: list[Value], where: dict[Value, RegionValues]) -> tuple[int, ...]:
-    """Return the dims of one crossing value that are features; () if the last one is."""
+    """Return the dims of one crossing value that are features; () if the last one is, or none is
+    known."""
     rank = len(shape_of(values[0]))
     dims = [d for d in range(rank) if any((v, d) in where[v].features for v in values)]
     # A learned embedding of positions makes all dims of (b, s, h) features.

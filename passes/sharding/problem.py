@@ -302,8 +302,10 @@ class ProblemBuilder:
     def _made(self, keys: list[Key]) -> Iterable[Placement]:
         """Yield the placements in which one of the values is made."""
         for key in keys:
-            vertex, position = self.problem.makers[key]
-            yield from (option.makes[position] for option in vertex.options)
+            # What a region hands on untouched is made by a crossing, which may not be known yet.
+            if key in self.problem.makers:
+                vertex, position = self.problem.makers[key]
+                yield from (option.makes[position] for option in vertex.options)
 
     # Values that cross regions, inputs, outputs.
 

@@ -69,7 +69,7 @@ def test_every_option(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", ["llama"])
 def test_no_size_of_the_example_is_in_the_text(name: str) -> None:
     # Without overlap: in which order kernels hide a collective is a question of time, and times are
     # those of the example.

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 from sp_compiler.base.pass_report import Pass, report_of
@@ -75,15 +74,14 @@ def overlap_collectives(
     if parts.backward is None:
         return parts
     loss, split = parts.loss, parts.split
-    unordered = partial(Unordered.of, sizes=sizes, hardware=hardware)
-    alone = unordered(parts.backward, own_parameters)
+    alone = Unordered.of(parts.backward, own_parameters, sizes, hardware)
     in_a_row = in_a_row and loss is None
     cuts = look_aheads(parts.backward, len(parts.saved)) if in_a_row else ()
-    ways = [(unordered(cut.both, own_parameters), cut) for cut in cuts]
+    ways = [(alone.with_graph(cut.both), cut) for cut in cuts]
     # The cuts first: without them recomputation leaves long chains.
     room_bytes = _least_room_bytes([*(both.search for both, _ in ways), alone.search], room)
     backward = alone.scheduled(room_bytes)
-    ahead = _look_ahead(ways, backward, own_parameters, sizes, room_bytes, hardware)
+    ahead = _look_ahead(ways, backward, room_bytes)
     wanted = own_parameters, sizes, room_bytes, hardware
     if loss is not None:
         loss = replace(loss, backward=overlapped(loss.backward, *wanted))
@@ -136,12 +134,7 @@ def _least_room_bytes(ways: Sequence[ListSchedule], room: Room) -> int:
 
 
 def _look_ahead(
-    ways: Sequence[tuple[Unordered, LookAhead]],
-    alone: Schedule,
-    own_parameters: Collection[int],
-    sizes: Sizes | None,
-    room_bytes: int,
-    hardware: Hardware,
+    ways: Sequence[tuple[Unordered, LookAhead]], alone: Schedule, room_bytes: int
 ) -> _Ahead | None:
     """Return the cut of a backward that hides most, scheduled; ``None`` if none is much better than
     ``alone``.
@@ -157,8 +150,8 @@ def _look_ahead(
     quickest = quickest_of([both.search for both, _ in ways], room_bytes)
     both, cut = next(way for way in ways if way[0].search is quickest)
     # The first returns no gradients: recomputed values stand in their place.
-    recompute = Unordered.of(cut.recompute, (), sizes, hardware)
-    rest = Unordered.of(cut.rest, own_parameters, sizes, hardware)
+    recompute = Unordered.of(cut.recompute, (), both.sizes, both.hardware)
+    rest = both.with_graph(cut.rest)
     ordered = both.scheduled(room_bytes)
     if ordered.time_us > worth_us or max(recompute.given_bytes, rest.given_bytes) > room_bytes:
         return None

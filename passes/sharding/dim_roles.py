@@ -7,7 +7,7 @@ that needs a gradient; all others (positions, masks, rotary tables) are computed
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -84,10 +84,10 @@ class RegionValues:
     segmentations: dict[tuple[Value, int], dict[Segmentation, None]] = field(default_factory=dict)
     rules: dict[Node, OpRule | None] = field(default_factory=dict)
 
-    def add_tokens(self, value: Value, num_dims: int) -> None:
-        """Mark the first ``num_dims`` dims."""
-        sizes = shape_of(value)[:num_dims]
-        self.tokens.update({(value, dim): None for dim, size in enumerate(sizes) if size != 1})
+    def add_tokens(self, value: Value, dims: Iterable[int]) -> None:
+        """Mark those of ``dims`` that have more than one element, or none."""
+        sizes = shape_of(value)
+        self.tokens.update({(value, dim): None for dim in dims if sizes[dim] != 1})
 
     def num_rows(self, value: Value) -> int:
         """Return the number of leading dims that flatten to rows of tokens; 0 if tokens are

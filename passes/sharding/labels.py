@@ -123,7 +123,7 @@ def _seed(region: Region, facts: RegionValues, channels: dict[Value, tuple[int, 
         value = (node, 0)
         # Token ids, masks, positions: all of their dims run over tokens.
         if kind == "input" and not carries_gradient(node.meta["val"]):
-            facts.add_tokens(value, len(shape_of(value)))
+            facts.add_tokens(value, range(len(shape_of(value))))
         elif kind in ("call", "input"):
             _seed_rows(facts, value, channels.get(value, ()))
     for node in region.outputs:
@@ -135,18 +135,17 @@ def _seed(region: Region, facts: RegionValues, channels: dict[Value, tuple[int, 
             getattr(node.target, "_schema", None) is not None
             and "embedding" in node.target._schema.name
         ):
-            facts.add_tokens((node, 0), len(shape_of((node, 0))) - 1)
+            facts.add_tokens((node, 0), range(len(shape_of((node, 0))) - 1))
 
 
 def _seed_rows(facts: RegionValues, value: Value, channels: tuple[int, ...]) -> None:
     """Mark tokens of activations that cross regions as (tokens..., features), or as (batch,
     channels, tokens)."""
     # With more dims the layout is not known: (b, a, s, d) has features in front of tokens.
-    sizes = shape_of(value)
-    if value in facts.active and len(sizes) in (2, 3):
-        others = channels or (len(sizes) - 1,)
-        dims = [d for d, size in enumerate(sizes) if size != 1 and d not in others]
-        facts.tokens.update(dict.fromkeys((value, d) for d in dims))
+    rank = len(shape_of(value))
+    if value in facts.active and rank in (2, 3):
+        features = channels or (rank - 1,)
+        facts.add_tokens(value, [d for d in range(rank) if d not in features])
 
 
 def _propagate(node: Node, rule: OpRule, facts: RegionValues, world_size: int) -> bool:

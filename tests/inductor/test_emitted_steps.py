@@ -25,7 +25,7 @@ def _step(name: str, tp: int) -> Record:
         return inductor.measure(found, exact, tp)
 
 
-@pytest.mark.parametrize(("name", "tp"), [("llama", 2)])
+@pytest.mark.parametrize(("name", "tp"), [("mixtral", 1), ("llama", 2)])
 def test_numbers_and_masks_of_eager_code(interpreted: Run, name: str, tp: int) -> None:
     record = interpreted(_step, name, tp)
     assert record.passes, record

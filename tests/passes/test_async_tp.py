@@ -312,7 +312,7 @@ def test_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["plain"])
+@pytest.mark.parametrize("name", ["plain", "llama_gqa8"])
 def test_what_is_kept_and_its_formula(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     let_all_pay(monkeypatch)
     model, inputs = zoo.build(name, dtype=torch.bfloat16), zoo.inputs(name, seq=8)

@@ -76,7 +76,8 @@ def test_right_models_of_other_kinds_pass(name: str) -> None:
     assert report.ok, str(report)
 
 
-@pytest.mark.parametrize("argument", [slow({}), slow({"use_cache": True})])
+@pytest.mark.slow
+@pytest.mark.parametrize("argument", [{}, {"use_cache": True}])
 def test_a_model_that_would_return_a_cache(argument: dict[str, bool]) -> None:
     """As HuggingFace's are by default: the cache is left out on both sides, and that is said."""
     model = zoo.build("gpt2", layers=1, dtype=torch.float32)

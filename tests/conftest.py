@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tests.helpers.fake_group import fake_mesh
 from tests.helpers.interpreted_triton import Run, interpreter
+from tests.helpers.old_objects import SOME_ARE_FROZEN, spare_old_objects
 
 pytest.register_assert_rewrite("tests.helpers.parity")
 
@@ -19,31 +19,19 @@ pytest.register_assert_rewrite("tests.helpers.parity")
 torch.set_num_threads(1)
 
 
-# Every compilation asks whether somebody has frozen objects, and the answer counts the frozen ones:
-# 40 ms each time, a seventh of the time of all tests.
-_SOME_ARE_FROZEN = mock.patch.object(gc, "get_freeze_count", return_value=1)
-
-
 def pytest_collection_finish() -> None:
-    """Spare the garbage collector the 700,000 objects of torch, transformers and the tests.
-
-    They live to the end. Looking at them again in every full collection took an eighth of the
-    time of all tests; graphs are cycles, so that collections are frequent here.
-    """
     gc.collect()
-    gc.freeze()
-    _SOME_ARE_FROZEN.start()
-    gc.set_threshold(10_000, 20, 20)
+    spare_old_objects()
 
 
 @pytest.fixture
 def nothing_frozen() -> Iterator[None]:
     """As in a new process; after the test what is frozen for all tests is so again."""
-    _SOME_ARE_FROZEN.stop()
+    SOME_ARE_FROZEN.stop()
     gc.unfreeze()
     yield
     gc.freeze()
-    _SOME_ARE_FROZEN.start()
+    SOME_ARE_FROZEN.start()
 
 
 @pytest.fixture

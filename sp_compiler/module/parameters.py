@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Sequence
-from typing import cast
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -255,6 +257,27 @@ def optimizers_of(parameters: Iterable[Tensor]) -> list[Optimizer]:
         ):
             optimizers.append(candidate)
     return optimizers
+
+
+def are_held_by_modules_alone(model: nn.Module) -> bool:
+    """Return whether nothing but its modules refers to the parameters of ``model``.
+
+    Then no optimizer does, and :func:`optimizers_of` need not scan all objects.
+    """
+    tables = [module._parameters for module in model.modules()]
+    # Before anything here refers to one. What the count itself adds is up to the interpreter.
+    counts = [_reference_counts(table) for table in tables]
+    (of_one,) = _reference_counts({"": object()})
+    holders = Counter(id(parameter) for table in tables for parameter in table.values())
+    return all(
+        parameter is None or count - of_one < holders[id(parameter)]
+        for table, of_table in zip(tables, counts, strict=True)
+        for parameter, count in zip(table.values(), of_table, strict=True)
+    )
+
+
+def _reference_counts(values: Mapping[str, Any]) -> list[int]:
+    return [sys.getrefcount(value) for value in values.values()]
 
 
 def _with_subclasses(kind: type[Optimizer]) -> Iterator[type[Optimizer]]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from sp_compiler.base.errors import ArgumentError, UnsupportedError
-from sp_compiler.module.parameters import optimizers_of
+from sp_compiler.module.parameters import are_held_by_modules_alone, optimizers_of
 from sp_compiler.trace.environment import check_capturable
 
 _TAKEN = "_sp_compiler_taken"
@@ -59,7 +59,7 @@ def check_not_taken(model: nn.Module) -> None:
     _check_parts_not_taken(model)
     check_capturable(model)
     # It would go on to step the old parameters, whose memory is gone.
-    holders = optimizers_of(model.parameters())
+    holders = [] if are_held_by_modules_alone(model) else optimizers_of(model.parameters())
     if holders:
         raise ArgumentError(
             f"an optimizer ({type(holders[0]).__name__}) holds the parameters of the model, "

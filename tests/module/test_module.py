@@ -16,6 +16,8 @@ from sp_compiler.base.errors import (
     UnsupportedError,
 )
 from sp_compiler.module.distributed_module import DistributedModule
+from sp_compiler.module.parameters import are_held_by_modules_alone
+from sp_compiler.module.source_model import check_not_taken
 from sp_compiler.runtime.group import tensor_parallel_group
 from tests.helpers.handmade_module import (
     Builder,
@@ -74,6 +76,21 @@ def test_optimizers_of_the_original_are_refused() -> None:
     with pytest.raises(ArgumentError, match=r"SGD.*after sp_compiler\.compile"):
         DistributedModule(model, tensor_parallel_group(1), Builder(1))
     del early
+
+
+def test_models_are_searched_for_optimizers_where_something_else_holds_a_parameter() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2), nn.Linear(2, 2))
+    model[2].weight = model[0].weight  # two modules hold it
+    model[0](torch.ones(2)).sum().backward()
+    assert are_held_by_modules_alone(model)
+    for index in (0, 1, 2):
+        early = torch.optim.SGD([model[index].weight])
+        assert not are_held_by_modules_alone(model)
+        with pytest.raises(ArgumentError, match="SGD"):
+            check_not_taken(model)
+        del early
+        assert are_held_by_modules_alone(model)
+    assert not are_held_by_modules_alone(model[2])
 
 
 @pytest.mark.parametrize("restored", [False, True], ids=["made", "restored"])

@@ -19,7 +19,7 @@ from torch._decomp import decomposition_table
 from torch._export.utils import _get_decomp_for_cia, _is_preservable_cia_op
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.export import ExportedProgram
+from torch.export import ExportedProgram, exported_program
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -83,9 +83,15 @@ def _decomposed(exported: ExportedProgram, table: dict[Any, Any]) -> ExportedPro
     _erase_twins(exported)
     _forget_numbers(exported.graph)
     _rename_state(exported, _STATE.__add__)
-    # torch internals: decomposition_table. The decomposition of this loss asks whether there are
-    # rows at all, which is unknown of those that a mask chooses; its kernels do not.
-    with mock.patch.dict(decomposition_table):
+    kept = {x.target for x in _nodes(exported.graph_module) if _is_kept(x.target)}
+    # torch internals: _collect_all_valid_cia_ops, decomposition_table. What is kept is overridden
+    # one by one, and for all composites of torch that took longer than the trace of a small model.
+    # The decomposition of this loss asks whether there are rows at all, which is unknown of those
+    # that a mask chooses; its kernels do not.
+    with (
+        mock.patch.object(exported_program, "_collect_all_valid_cia_ops", return_value=kept),
+        mock.patch.dict(decomposition_table),
+    ):
         decomposition_table.pop(_aten.nll_loss.default, None)
         exported = exported.run_decompositions(table)
     _rename_state(exported, lambda name: name.removeprefix(_STATE))
@@ -327,9 +333,12 @@ def _decompose_views(graph: Graph) -> None:
 def _is_decomposed(target: Any) -> bool:
     """Return whether an operator is decomposed; ``reshape`` is not: all views become reshapes."""
     return (
-        is_composite(target)
-        and target is not _aten.reshape.default
-        # torch internals: torch._export.utils knows which composites run_decompositions keeps; with
-        # a list of our own the two ways to functionalize would differ.
-        and not _is_preservable_cia_op(target)
+        is_composite(target) and target is not _aten.reshape.default and not _is_kept(target)
     )
+
+
+def _is_kept(target: Any) -> bool:
+    """Return whether an operator is a composite that ``run_decompositions`` keeps."""
+    # torch internals: _is_preservable_cia_op. With a list of our own the two ways to functionalize
+    # would differ.
+    return isinstance(target, OpOverload) and _is_preservable_cia_op(target)

@@ -16,7 +16,12 @@ from torch import multiprocessing
 
 _TIMEOUT = timedelta(minutes=3)
 # Seconds to import, so done once: ranks are forks of a process that does nothing else.
-_PRELOADED = ["tests.models.architectures", "tests.helpers.parity", "tests.models.zoo"]
+_PRELOADED = [
+    "tests.models.architectures",
+    "tests.helpers.parity",
+    "tests.models.zoo",
+    "tests.helpers.warm",
+]
 
 
 def run_on_ranks(

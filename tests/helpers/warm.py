@@ -1,0 +1,40 @@
+"""Preloaded last by the process whose forks are ranks: what every rank would do again by itself.
+
+A first compilation imports three hundred modules and fills the caches of torch and sympy, and the
+garbage collector looks at, and so copies, a million objects that live to the end: together half of
+the time of a rank that compiles one small model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import warnings
+from unittest import mock
+
+import tqdm
+
+from sp_compiler.compiler import build
+from sp_compiler.options import CompileOptions
+from tests.models import zoo
+
+
+def _warm_up() -> None:
+    # Its thread, which watches progress bars, would not be there in the forks.
+    tqdm.tqdm.monitor_interval = 0
+    # If nothing compiles, the tests say so: an error here would only end the process.
+    with warnings.catch_warnings(), contextlib.suppress(Exception):
+        warnings.simplefilter("ignore")
+        build(zoo.build("gpt2", layers=1), (), zoo.inputs("gpt2"), CompileOptions(tp=2))
+
+
+def _freeze() -> None:
+    """As for the process of the tests itself, see ``tests/conftest.py``."""
+    gc.collect()
+    gc.freeze()
+    mock.patch.object(gc, "get_freeze_count", return_value=1).start()
+    gc.set_threshold(10_000, 20, 20)
+
+
+_warm_up()
+_freeze()

@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import warnings
-from unittest import mock
 
 import tqdm
 
 from sp_compiler.compiler import build
 from sp_compiler.options import CompileOptions
+from tests.helpers.old_objects import spare_old_objects
 from tests.models import zoo
 
 
@@ -28,13 +28,6 @@ def _warm_up() -> None:
         build(zoo.build("gpt2", layers=1), (), zoo.inputs("gpt2"), CompileOptions(tp=2))
 
 
-def _freeze() -> None:
-    """As for the process of the tests itself, see ``tests/conftest.py``."""
-    gc.collect()
-    gc.freeze()
-    mock.patch.object(gc, "get_freeze_count", return_value=1).start()
-    gc.set_threshold(10_000, 20, 20)
-
-
 _warm_up()
-_freeze()
+gc.collect()
+spare_old_objects()

@@ -79,7 +79,7 @@ def test_optimizers_of_the_original_are_refused() -> None:
 
 
 def test_models_are_searched_for_optimizers_where_something_else_holds_a_parameter() -> None:
-    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2), nn.Linear(2, 2))
+    model: Any = nn.Sequential(*(nn.Linear(2, 2, bias=bool(index)) for index in range(3)))
     model[2].weight = model[0].weight  # two modules hold it
     model[0](torch.ones(2)).sum().backward()
     assert are_held_by_modules_alone(model)

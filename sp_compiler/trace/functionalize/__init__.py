@@ -332,9 +332,7 @@ def _decompose_views(graph: Graph) -> None:
 
 def _is_decomposed(target: Any) -> bool:
     """Return whether an operator is decomposed; ``reshape`` is not: all views become reshapes."""
-    return (
-        is_composite(target) and target is not _aten.reshape.default and not _is_kept(target)
-    )
+    return is_composite(target) and target is not _aten.reshape.default and not _is_kept(target)
 
 
 def _is_kept(target: Any) -> bool:

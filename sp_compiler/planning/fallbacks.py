@@ -26,7 +26,7 @@ from sp_compiler.ir.fx import (
     reach,
     tensor_operands,
 )
-from sp_compiler.ir.op_traits import MATMULS, is_view
+from sp_compiler.ir.op_traits import is_view
 from sp_compiler.ir.program import Region
 from sp_compiler.planning.placement_explanation import cost_text
 from sp_compiler.rules.table import has_rule, missing_rule, rule_for
@@ -37,7 +37,7 @@ _aten = torch.ops.aten
 _FUNCTION = torch.ops.sp_compiler_function.apply.default
 _ATTENTION = _aten.scaled_dot_product_attention.default
 _SOFTMAX = frozenset({_aten.softmax.int, _aten._softmax.default, _aten._safe_softmax.default})
-_PRODUCTS = frozenset({*MATMULS, _aten.matmul.default, _ATTENTION})
+_CONVOLUTIONS = frozenset({"aten::convolution", *(f"aten::conv{n}d" for n in (1, 2, 3))})
 
 # The cost model replicates a small matrix (a LoRA factor, a classifier) or a loss over few classes
 # because a collective takes longer than the copy; only where the copies are a burden is its choice
@@ -176,8 +176,8 @@ def _other_tp(sizes: Iterable[int]) -> str:
 
 
 def is_product(node: Node) -> bool:
-    """Return whether ``node`` is a matrix product, or fused attention."""
-    return node.target in _PRODUCTS
+    """Return whether ``node`` is a matrix product, a convolution, or fused attention."""
+    return product_flops(node) > 0
 
 
 def forward_flops(node: Node) -> float:
@@ -243,7 +243,7 @@ def _operators(compiled: CompiledProgram, region: Region) -> Iterator[Fallback]:
 def _why_product(
     node: Node, region: Region, compiled: CompiledProgram, *, is_attention: bool
 ) -> tuple[str, str]:
-    """Reason and advice for a matrix product that has a rule."""
+    """Reason and advice for a product that has a rule."""
     # Before looking at sizes: what the check refused divided well enough.
     key = region.name, node.meta.get("source", node.name)
     if key in compiled.replicated:
@@ -260,6 +260,10 @@ def _why_product(
     if key in compiled.passed_over:
         return _why_passed_over(compiled.passed_over[key], shapes, world_size), explain
     reason = f"no way to shard {shapes} over {world_size} ranks"
+    if node.target.name().partition(".")[0] in _CONVOLUTIONS:
+        channels = node.meta["val"].shape[1]  # nothing else of it can be sharded
+        if channels % world_size:
+            return f"{reason}: its {channels} channels do not divide", _other_tp([channels])
     if any(size % world_size == 0 for size in sizes):
         # A feature, as sharding calls it: what a rule-less operator makes of heads is none.
         why = (

@@ -102,6 +102,31 @@ def test_parameters_that_no_rank_count_divides() -> None:
     assert "tp" in costly.advice
 
 
+def test_convolutions_whose_channels_do_not_divide() -> None:
+    """Over a padded, a plain and a spread image; beside them one of even channels is sharded."""
+    widths = {"strided": 21, "same": 21, "spread": 21, "even": 8}
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.strided = nn.Conv2d(3, widths["strided"], 4, stride=4)
+            self.same = nn.Conv1d(21, widths["same"], 3, padding="same")
+            self.spread = nn.ConvTranspose1d(21, widths["spread"], 2, 2)
+            self.even = nn.Conv1d(21, widths["even"], 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.same(self.strided(x).flatten(2)).relu()
+            return self.even(self.spread(x)).square().mean()
+
+    plan = sp_compiler.plan(Model(), ((torch.randn(3, 3, 32, 32),), {}), tp=2)
+    products = {x.module: x for x in plan.costly_fallbacks if x.share.endswith("matrix FLOPs")}
+    assert products.keys() == {"strided", "same", "spread"}
+    for item in products.values():
+        assert item.reason.endswith("over 2 ranks: its 21 channels do not divide")
+        assert item.advice == "Choose a tp that divides 21"
+    assert not any("even" in line for line in plan.fallbacks)
+
+
 class _Scores(nn.Module):
     """Scores of heads that are mixed by a weight, a parameter of its own."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,8 +12,10 @@ from torch.distributed._local_tensor import LocalTensor
 
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.ops.dropout import dropout, dropout_mask
+from sp_compiler.options import Dropout
 from tests.helpers import parity
 from tests.helpers.slow import slow
+from tests.models import zoo
 
 _P = 0.1
 _MODES = ("regenerate", "stored")
@@ -30,7 +32,7 @@ _MODELS = ["gpt2", *map(slow, _SLOW)]
 _CASES = [
     # Without T5, whose seven regions take longest: it is compared below.
     *(slow(name, "regenerate") for name in _SLOW if name != "t5"),
-    *(slow(name, "stored") for name in ("gpt2", "bert")),
+    slow("gpt2", "stored"),
     ("gpt2", "regenerate"),
 ]
 
@@ -54,11 +56,17 @@ def test_every_number_of_ranks_and_recompute(name: str, mode: str) -> None:
 def test_stored_masks_are_the_regenerated_ones(name: str) -> None:
     steps = []
     for mode in _MODES:
-        found = _case(name, mode)
+        found = _case(name, mode) if name != "t5" else _one_layer_of_t5(mode)
         steps.append(parity.simulate(found, parity.compiled(found, tp=2, dropout=mode)))
     regenerated, stored = steps
     assert parity.gradient_error(stored.grads, regenerated.grads) < 1e-12
     assert float((_loss(stored) - _loss(regenerated)).abs().max()) < 1e-12
+
+
+def _one_layer_of_t5(mode: str) -> parity.Case:
+    """One in each stack has dropout in all places."""
+    model, kwargs = zoo.build("t5", layers=1, dropout=_P), zoo.inputs("t5", 3, 13)
+    return parity.make_case(model, kwargs, dropout=cast(Dropout, mode))
 
 
 def test_every_seed_has_its_own_masks() -> None:

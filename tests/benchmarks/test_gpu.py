@@ -34,10 +34,13 @@ def test_a_device_has_the_numbers_and_masks_of_the_cpu() -> None:
 @pytest.mark.slow
 def test_every_contender_of_a_slice_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "RECOMPUTES", ("selective",))
+    # The small ones of two papers' models differ in the batch alone.
+    first, _ = gpu._layers(small=True)
+    monkeypatch.setattr(gpu, "_layers", lambda small: iter([first]))
     rows = list(gpu.slices("cpu", small=True, rounds=1))
     contenders = [row.contender for row in rows]
-    # Two sizes, dropout on and off; the layer of Llama-3-70B has no hand-written peer.
-    assert len(rows) == 2 * 2 * 3 + 2
-    assert contenders.count("Megatron style TP+SP") == 4
+    # Dropout on and off; the layer of Llama-3-70B has no hand-written peer.
+    assert len(rows) == 2 * 3 + 2
+    assert contenders.count("Megatron style TP+SP") == 2
     assert all(row.step_ms > 0 for row in rows)
     assert {row.ratio for row in rows if row.contender == gpu.PRODUCT} == {1.0}

@@ -73,7 +73,7 @@ def test_sequence_parallel(name: str) -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "attention"])
-@pytest.mark.parametrize("name", ["gpt2", "llama", slow("t5")])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_recompute_without_collectives(name: str, recompute: str) -> None:
     """Only the gathers of what is kept as a shard come again, whatever else is recomputed."""
     assert _counts(_compiled(name, recompute=recompute)) == SEQUENCE_PARALLEL[name]

@@ -69,11 +69,16 @@ def _in_turn() -> dict[str, list[Setting]]:
 
 
 def _everything() -> dict[str, list[Setting]]:
-    """All pairs of two values for two models; the others share them."""
-    return {
+    """All pairs of two values for two models; the others share them.
+
+    But for T5 on rows that do not divide, which it has in a test below.
+    """
+    settings = {
         name: _PAIRWISE if name in _EVERY_PAIR else _PAIRWISE[number % 3 :: 3]
         for number, name in enumerate(_ARCHITECTURES)
     }
+    settings["t5"] = [setting for setting in settings["t5"] if setting[0] != (3, 13)]
+    return settings
 
 
 _COLUMNS = ("name", "size", "tp", "recompute", "sequence_parallel")
@@ -117,15 +122,29 @@ def test_pairwise_rows_cover() -> None:
         assert wanted == {(row[first], row[second]) for row in _PAIRWISE}
 
 
-@pytest.mark.parametrize("tp", [3, slow(8)])
-@pytest.mark.parametrize("name", ["vit", *map(slow, ("llama", "gpt2", "t5", "encoder"))])
+@pytest.mark.parametrize(
+    ("name", "tp"),
+    [
+        ("vit", 3),
+        slow("vit", 8),
+        *(slow(name, tp) for name in ("llama", "gpt2", "encoder") for tp in (3, 8)),
+        slow("t5", 3),
+    ],
+)
 def test_what_does_not_divide_is_padded_or_whole(name: str, tp: int) -> None:
     """Four heads and a width of 32: eight ranks divide only widths, three nothing."""
     parity.assert_parity(parity.case(name, 2, 7), _TIGHT, tp=tp)
 
 
-@pytest.mark.parametrize("name", ["plain", slow("gpt2"), slow("llama")])
-@pytest.mark.parametrize("size", [(1, 1), slow((2, 1)), (1, 2)])
+@pytest.mark.parametrize(
+    ("size", "name"),
+    [
+        ((1, 1), "plain"),
+        ((1, 2), "plain"),
+        slow((2, 1), "plain"),
+        *(slow(size, name) for size in ((1, 1), (1, 2)) for name in ("gpt2", "llama")),
+    ],
+)
 def test_smallest_inputs(name: str, size: tuple[int, int]) -> None:
     """Fewer tokens than ranks. No loss at length 1, which has nothing to predict."""
     name = name if size[1] > 1 else f"{name}_logits"
@@ -136,11 +155,9 @@ def test_smallest_inputs(name: str, size: tuple[int, int]) -> None:
     ("name", "sequence_parallel", "ranks"),
     [
         ("gpt2", True, (2,)),
-        *(
-            slow(name, sequence_parallel, (1, 2, 4))
-            for name in ("gpt2", "llama")
-            for sequence_parallel in (True, False)
-        ),
+        slow("gpt2", False, (4,)),
+        slow("llama", True, (1, 2, 4)),
+        slow("llama", False, (2, 4)),
     ],
 )
 def test_gradient_of_inputs_embeds(
@@ -191,7 +208,11 @@ def _error(actual: Step, true: Step, floor: float) -> float:
     return max(first, parity.gradient_error(actual[1], true[1], floor))
 
 
-@pytest.mark.parametrize("name", _SLOW_ARCHITECTURES)
+@pytest.mark.parametrize(
+    # T5 is compared in float32 and bfloat16 below.
+    "name",
+    slow_but(("llama", "plain"), [name for name in _ARCHITECTURES if name != "t5"]),
+)
 def test_against_eager_in_float64(name: str) -> None:
     """Without lifted casts: a loss that a model computes in float32 stays so."""
     actual, eager = _against_eager(name, torch.float64, tp=2)

@@ -26,7 +26,7 @@ import contextlib
 from torch._inductor.runtime import triton_helpers
 from torch._inductor.runtime.triton_helpers import math as tl_math
 
-BLOCKS = {"XBLOCK": 64, "YBLOCK": 16, "ZBLOCK": 4, "R0_BLOCK": 8}
+BLOCKS = {"XBLOCK": 256, "YBLOCK": 16, "ZBLOCK": 4, "R0_BLOCK": 8}
 
 
 def empty_strided_cuda(size, stride, dtype):
@@ -68,7 +68,22 @@ class Library:
         return tl.exp2(tl.log2(x) * y)
 
 
+class Helpers:
+    """Those of Inductor, but for what the interpreter would compute element by element."""
+
+    def __getattr__(self, name):
+        return getattr(inductor_helpers, name)
+
+    def max2(self, x, dim):
+        found = tl.max(x, dim)
+        if not x.dtype.is_floating():
+            return found
+        # Else without those that are none.
+        return tl.where(tl.max((x != x).to(tl.int32), dim) != 0, float("nan"), found)
+
+
 extern_kernels, libdevice = Products(), Library()
+inductor_helpers, triton_helpers = triton_helpers, Helpers()
 
 
 class Launched:

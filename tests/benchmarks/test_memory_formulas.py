@@ -16,8 +16,12 @@ import torch
 
 from benchmarks.models import PAPER_SETUPS, PlainGPT
 from sp_compiler.api import plan
+from sp_compiler.compiler import Compilation, to_program
+from sp_compiler.options import CompileOptions, Dropout
+from sp_compiler.planning.build import make_plan
 from sp_compiler.planning.data import BlockPlan
 from sp_compiler.planning.plan import Plan
+from sp_compiler.trace.export import capture
 
 T = 8
 TOLERANCE = 1e-3
@@ -83,19 +87,36 @@ ROWS: list[tuple[dict[str, Any], str, set[str]]] = [
 ]
 
 
-@lru_cache(maxsize=1)
+@lru_cache
 def _model(preset: str) -> PlainGPT:
     config = dataclasses.replace(PAPER_SETUPS[preset].model, num_layers=2)
     with torch.device("meta"):
         return PlainGPT(config).bfloat16()
 
 
-def _plan(preset: str, options: dict[str, Any]) -> tuple[Plan, BlockPlan]:
+def _inputs(preset: str) -> dict[str, Any]:
     setup = PAPER_SETUPS[preset]
     with torch.device("meta"):
         ids = torch.zeros(setup.micro_batch, setup.sequence_length, dtype=torch.long)
+    return {"input_ids": ids, "labels": ids}
+
+
+@lru_cache
+def _compilation(tp: int, sequence_parallel: bool, dropout: Dropout) -> Compilation:
+    """Of the 22B model, sharded once for all settings of recomputation."""
+    options = CompileOptions(tp=tp, sequence_parallel=sequence_parallel, dropout=dropout)
+    captured = capture(_model("gpt-22b"), (), _inputs("gpt-22b"))
+    return Compilation(to_program(captured, options), options)
+
+
+def _plan(preset: str, options: dict[str, Any]) -> tuple[Plan, BlockPlan]:
     options = {"tp": T, **options}
-    found = plan(_model(preset), ((), {"input_ids": ids, "labels": ids}), **options)
+    if preset == "gpt-22b":
+        wanted = CompileOptions(**options)
+        shared = _compilation(wanted.tp, wanted.sequence_parallel, wanted.dropout)
+        found = make_plan(shared.finish(wanted), wanted)
+    else:
+        found = plan(_model(preset), ((), _inputs(preset)), **options)
     (block,) = [block for block in found.blocks if block.num_calls == 2]
     return found, block
 

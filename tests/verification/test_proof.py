@@ -32,8 +32,8 @@ aten = torch.ops.aten
 _OPTIONS = CompileOptions(tp=2)
 
 
-def _model(name: str = "plain", **fields: Any) -> nn.Module:
-    return zoo.build(name, dropout=0.1, dtype=torch.float32, **fields)
+def _model(name: str = "plain", layers: int = 1) -> nn.Module:
+    return zoo.build(name, layers=layers, dropout=0.1, dtype=torch.float32)
 
 
 def _prove(model: nn.Module, kwargs: dict[str, Any], open_dims: bool = False) -> None:

@@ -66,7 +66,9 @@ def _steps(folder: str) -> list[dict[str, Any]]:
     for backend, compiler in (("eager", None), ("inductor", killed), ("inductor", None)):
         module: Any = sp_compiler.compile(copy.deepcopy(model), tp=2, backend=backend)
         counters.clear()
-        broken = {"cpp.cxx": (str(compiler),)} if compiler and rank else {}
+        broken: dict[str, Any] = {"cpp.cxx": (str(compiler),)} if compiler and rank else {}
+        # Of the headers once for all that a rank compiles.
+        broken = broken or {"cpp_cache_precompile_headers": True}
         # Rank 0 finds in the last step what it has compiled for the step before.
         with own_cache(Path(folder, f"cache-{rank}")), config.patch(broken):
             time.sleep(1.0 * rank)

@@ -83,7 +83,7 @@ _MODELS = [
     *(
         slow(name, 2, count)
         # The least budget of Mixtral counts on an order of backward that lies below the given one.
-        for name, count in (("plain", 5), ("llama", 3), ("mixtral", 3))
+        for name, count in (("plain", 5), ("mixtral", 3))
     ),
 ]
 
@@ -122,10 +122,8 @@ def test_planned_is_what_is_kept(name: str) -> None:
         assert recorder.alive_bytes(excluding=tensors) == step_memory(program).kept_bytes
 
 
-@pytest.mark.parametrize("tp", [1, slow(2)])
 @pytest.mark.parametrize(
-    "name",
-    ["plain", *map(slow, ("gpt2", "llama"))],
+    ("name", "tp"), [("plain", 1), slow("plain", 2), slow("gpt2", 2), slow("llama", 2)]
 )
 def test_dropout_is_exact_at_every_budget(name: str, tp: int) -> None:
     """Gradients with dropout on are those without recomputation."""
@@ -250,7 +248,7 @@ def test_values_of_repeated_blocks_that_the_model_returns(tp: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_verify_takes_a_budget(dtype: torch.dtype) -> None:
-    model = zoo.build("plain", dropout=0.1, dtype=dtype)
+    model = zoo.build("plain", layers=1, dropout=0.1, dtype=dtype)
     kwargs = zoo.inputs("plain")
     top = plan(model, ((), kwargs), tp=2, recompute="none").activation_peak_bytes
     report = verify(model, ((), kwargs), tp=2, recompute="auto", memory_budget=int(0.8 * top))

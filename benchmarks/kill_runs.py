@@ -216,7 +216,7 @@ class Runs:
         for axis, size in self.axes.items():
             argv += [f"--{axis.replace('_', '-')}", str(size)]
         # Torchrun's own agent; ranks are forks of a process that has imported everything.
-        multiprocessing.set_forkserver_preload(["benchmarks.kill_runs"])
+        multiprocessing.set_forkserver_preload(["benchmarks.kill_runs", "tests.helpers.warm"])
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +16,21 @@ from tests.docs.code_blocks import ROOT, Block, blocks, script
 
 HOW_TO = ROOT / "docs" / "how-to"
 NUM_FILES = {"rule": 2, "policy": 1, "pass": 2, "operator": 2, "backend": 1}
+_COMMAND = "python -m pytest "
+_ALL_PAGES = """
+import json, runpy, sys, warnings
+import pytest
+
+scripts, commands = map(json.loads, sys.argv[1:])
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    for script in scripts:
+        runpy.run_path(script, run_name="__main__")
+# What is imported already cannot be rewritten, and need not be.
+known = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
+for command in commands:
+    assert pytest.main([*command, *known]) == 0, command
+"""
 _COPIED = ("sp_compiler", "passes", "tests", "benchmarks", "docs")
 
 
@@ -28,22 +45,27 @@ def test_number_of_files(name: str, count: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NUM_FILES)
-def test_page_does_what_it_says(name: str, tmp_path: Path) -> None:
+def test_pages_do_what_they_say(tmp_path: Path) -> None:
+    """All of them on one copy, for they change different places, and in one process."""
     for folder in _COPIED:
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    page = HOW_TO / f"{name}.md"
-    for block in blocks(page):
-        if block.action:
-            _change(tmp_path / block.path, block)
-    (tmp_path / "page.py").write_text(script(page, ""), encoding="utf-8")
-    _run([sys.executable, "-W", "ignore", "page.py"], tmp_path)
-    for block in blocks(page):
-        if block.language == "sh":
-            for line in block.text.strip().splitlines():
-                _run([sys.executable, *line.removeprefix("python ").split()], tmp_path)
+    commands, scripts = [], []
+    for name in NUM_FILES:
+        page = HOW_TO / f"{name}.md"
+        for block in blocks(page):
+            if block.action:
+                _change(tmp_path / block.path, block)
+        text = re.sub(r'zoo\.build\("(\w+)"\)', r'zoo.build("\1", layers=1)', script(page, ""))
+        tmp_path.joinpath(f"page_{name}.py").write_text(text, encoding="utf-8")
+        scripts.append(f"page_{name}.py")
+        shell = "".join(block.text for block in blocks(page) if block.language == "sh")
+        assert all(line.startswith(_COMMAND) for line in shell.splitlines())
+        commands += [line.removeprefix(_COMMAND).split() for line in shell.splitlines()]
+    assert len(commands) == 3
+    tmp_path.joinpath("all_pages.py").write_text(_ALL_PAGES, encoding="utf-8")
+    _run([sys.executable, "all_pages.py", json.dumps(scripts), json.dumps(commands)], tmp_path)
 
 
 def _change(path: Path, block: Block) -> None:

@@ -202,7 +202,8 @@ def test_a_step_holds_what_was_planned() -> None:
 
 @pytest.mark.slow
 def test_auto_splits_where_communication_takes_long() -> None:
-    model = zoo.plain_gpt(vocab_size=256, num_positions=64, hidden_size=64, num_heads=4)
+    sizes = {"vocab_size": 256, "num_positions": 64, "hidden_size": 64, "num_heads": 4}
+    model = zoo.plain_gpt(num_layers=2, **sizes)
     ids = torch.zeros(4, 64, dtype=torch.int64)
     faster = []
     for gb_per_s in (1e9, 150.0):

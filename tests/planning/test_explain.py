@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import pickle
 import re
@@ -64,15 +65,18 @@ def test_the_chosen_way_is_the_optimum(llama: Plan) -> None:
     assert "all-gather of reshape_5 in model.layers.0.self_attn (S(2) to R)" in whole.conversions[0]
 
 
+@functools.cache
+def _cost_us(hint: Any) -> float:
+    hints = {f"model.layers.*.{PROJECTION}": hint} if hint is not None else {}
+    options = CompileOptions(tp=4, hints=hints)
+    captured = capture(zoo.build("llama"), (), zoo.inputs("llama"))
+    return shard(to_program(captured, options), options).cost_us
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("hint", [Replicate(), Shard(0)])
 def test_costs_are_those_of_pinning(llama: Plan, hint: Any) -> None:
-    def cost_us(hints: dict[str, Any]) -> float:
-        options = CompileOptions(tp=4, hints=hints)
-        captured = capture(zoo.build("llama"), (), zoo.inputs("llama"))
-        return shard(to_program(captured, options), options).cost_us
-
-    pinned = cost_us({f"model.layers.*.{PROJECTION}": hint}) - cost_us({})
+    pinned = _cost_us(hint) - _cost_us(None)
     stored = _one(llama, LAYER.format(1) + PROJECTION + ".weight").stored
     text = "Replicate()" if isinstance(hint, Replicate) else "Shard(0)"
     (way,) = [way for way in stored if way.results == (text,)]

@@ -263,7 +263,9 @@ def _told_apart(name: str, tp: int, batch: int, seq: int) -> int:
     A block that is placed otherwise there, or saves other tensors, is another block: a slice of a
     batch of one is a view, of a larger one a copy.
     """
-    first, other = (_plan(name, tp, "none", *at) for at in ((batch, seq), (OTHER_BATCH, OTHER_SEQ)))
+    first, other = (  # of one layer: formulas of blocks do not depend on their number
+        _plan(name, tp, "none", *at, layers=1) for at in ((batch, seq), (OTHER_BATCH, OTHER_SEQ))
+    )
     formula = first.activation_formula
     lengths = {"s": 0, "s2": 0} if name != "t5" else {"s": 3, "s2": 0}
     if name == "vit":  # its sequence is the image's

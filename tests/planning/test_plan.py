@@ -6,7 +6,7 @@ import dataclasses
 import json
 import operator
 import re
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,13 +23,13 @@ from sp_compiler.cost.memory import backward_peak_bytes, function_peak_bytes
 from sp_compiler.cost.step_memory import step_memory
 from sp_compiler.ir.rewriting import fake_value
 from sp_compiler.ops.communicator import Communicator
-from sp_compiler.options import CompileOptions, Options
+from sp_compiler.options import CompileOptions, Dropout, Options
 from sp_compiler.planning.build import make_plan
 from sp_compiler.planning.plan import Plan
 from sp_compiler.runtime.executor import Executor
 from sp_compiler.runtime.recorder import Recorder
 from tests.helpers.graph_builder import GraphBuilder
-from tests.helpers.parity import SEED, case, compiled, compiled_in_turn
+from tests.helpers.parity import SEED, case, compiled, compiled_in_turn, make_case
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.slow import slow
 from tests.models import zoo
@@ -53,7 +53,8 @@ def _plan(name: str, tp: int = 2, p: float = 0.0, **options: object) -> Plan:
 )
 def test_planned_is_what_one_rank_keeps(name: str, dropout: str) -> None:
     """Storages alive after a forward, without parameters, buffers, inputs and outputs."""
-    found = case(name, 2, 12, 0.1, dropout)
+    model = zoo.build(name, layers=2, dropout=0.1)
+    found = make_case(model, zoo.inputs(name), dropout=cast(Dropout, dropout))
     for recompute in ("none", "attention", "selective", "full"):
         program = compiled_in_turn(found, tp=1, recompute=recompute, dropout=dropout)
         params = {

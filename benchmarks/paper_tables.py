@@ -27,8 +27,11 @@ from benchmarks import paper_times
 from benchmarks.models import PAPER_SETUPS, PaperSetup, PlainGPT
 from benchmarks.paper_setup import BASELINE, REPORTED, SETTINGS, Row
 from benchmarks.performance import markdown_table
-from sp_compiler.api import plan
+from sp_compiler.compiler import Compilation, to_program
+from sp_compiler.options import CompileOptions, Dropout
+from sp_compiler.planning.build import make_plan
 from sp_compiler.planning.plan import Plan
+from sp_compiler.trace.export import capture
 
 GIB = 2**30
 A100_FLOPS = 312e12
@@ -59,13 +62,26 @@ TableRows = Callable[[str], Iterator[Row]]
 
 
 @cache
-def planned(name: str, num_layers: int, tp: int, **options: Any) -> Plan:
-    """The plan of the model ``name`` with ``num_layers`` of its layers, in bfloat16."""
+def compilation(
+    name: str, num_layers: int, tp: int, sequence_parallel: bool, dropout: Dropout
+) -> Compilation:
+    """The model ``name`` with ``num_layers`` of its layers in bfloat16, sharded once for all
+    settings of recomputation."""
     setup = PAPER_SETUPS[name]
     with torch.device("meta"):
         model = PlainGPT(replace(setup.model, num_layers=num_layers)).bfloat16()
         ids = torch.zeros(setup.micro_batch, setup.sequence_length, dtype=torch.long)
-    return plan(model, ((), {"input_ids": ids, "labels": ids}), tp=tp, **options)
+    options = CompileOptions(tp=tp, sequence_parallel=sequence_parallel, dropout=dropout)
+    captured = capture(model, (), {"input_ids": ids, "labels": ids})
+    return Compilation(to_program(captured, options), options)
+
+
+@cache
+def planned(name: str, num_layers: int, tp: int, **options: Any) -> Plan:
+    """The plan of the model ``name`` with ``num_layers`` of its layers, in bfloat16."""
+    wanted = CompileOptions(tp=tp, **options)
+    shared = compilation(name, num_layers, tp, wanted.sequence_parallel, wanted.dropout)
+    return make_plan(shared.finish(wanted), wanted)
 
 
 def layer_bytes(name: str, tp: int, **options: Any) -> int:

@@ -15,13 +15,10 @@ import sympy
 import torch
 
 from benchmarks.models import PAPER_SETUPS, PlainGPT
+from benchmarks.paper_tables import planned
 from sp_compiler.api import plan
-from sp_compiler.compiler import Compilation, to_program
-from sp_compiler.options import CompileOptions, Dropout
-from sp_compiler.planning.build import make_plan
 from sp_compiler.planning.data import BlockPlan
 from sp_compiler.planning.plan import Plan
-from sp_compiler.trace.export import capture
 
 T = 8
 TOLERANCE = 1e-3
@@ -101,21 +98,11 @@ def _inputs(preset: str) -> dict[str, Any]:
     return {"input_ids": ids, "labels": ids}
 
 
-@lru_cache
-def _compilation(tp: int, sequence_parallel: bool, dropout: Dropout) -> Compilation:
-    """Of the 22B model, sharded once for all settings of recomputation."""
-    options = CompileOptions(tp=tp, sequence_parallel=sequence_parallel, dropout=dropout)
-    captured = capture(_model("gpt-22b"), (), _inputs("gpt-22b"))
-    return Compilation(to_program(captured, options), options)
-
-
 def _plan(preset: str, options: dict[str, Any]) -> tuple[Plan, BlockPlan]:
     options = {"tp": T, **options}
     if preset == "gpt-22b":
-        wanted = CompileOptions(**options)
-        shared = _compilation(wanted.tp, wanted.sequence_parallel, wanted.dropout)
-        found = make_plan(shared.finish(wanted), wanted)
-    else:
+        found = planned(preset, 2, **options)
+    else:  # a batch of one, whose formula is derived at a larger one
         found = plan(_model(preset), ((), _inputs(preset)), **options)
     (block,) = [block for block in found.blocks if block.num_calls == 2]
     return found, block

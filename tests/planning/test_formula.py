@@ -233,7 +233,7 @@ COINCIDENCES = {
     "sequence = hidden": (2, 2, 32),
     "sequence = heads, batch of one": (1, 1, 4),
 }
-OTHER_BATCH, OTHER_SEQ = 4, 24
+OTHER_BATCH, OTHER_SEQ = OTHER = 4, 24
 # A model for each: all pairs would take a quarter of an hour.
 IN_TURN = [
     *zip(("gpt2", "llama", "bert", "vit", "t5", "encoder", "lora"), COINCIDENCES, strict=True)
@@ -263,9 +263,7 @@ def _told_apart(name: str, tp: int, batch: int, seq: int) -> int:
     A block that is placed otherwise there, or saves other tensors, is another block: a slice of a
     batch of one is a view, of a larger one a copy.
     """
-    first, other = (  # of one layer: formulas of blocks do not depend on their number
-        _plan(name, tp, "none", *at, layers=1) for at in ((batch, seq), (OTHER_BATCH, OTHER_SEQ))
-    )
+    first, other = (_plan(name, tp, "none", *at, layers=1) for at in ((batch, seq), OTHER))
     formula = first.activation_formula
     lengths = {"s": 0, "s2": 0} if name != "t5" else {"s": 3, "s2": 0}
     if name == "vit":  # its sequence is the image's

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +21,8 @@ from sp_compiler.grid.fully_sharded import param_groups
 from sp_compiler.grid.watched_group import WatchedGroup, watched
 from tests.helpers import expert_models, grids
 from tests.helpers.expert_models import Grouped
-from tests.helpers.ranks import run_on_ranks
+from tests.helpers.ranks import run_on_copies
+from tests.helpers.shared_programs import compile_for_ranks, shared_programs
 from tests.models import zoo
 
 _FAILING = 3  # the last part of the data, and the last rank of "tp" where there is one
@@ -30,6 +32,7 @@ _GRIDS = (
     {"dp_shard": 2, "pp": 2},
 )
 _WITH_EXPERTS = {"dp_shard": 2, "ep": 2, "tp": 1}
+_PARTS_ALONE = {"dp_shard": 2, "tp": 1}
 
 
 class _Boom(Exception):
@@ -41,7 +44,27 @@ def _boom(*_: Any) -> None:
 
 
 def _hang(*_: Any) -> None:
-    time.sleep(12.0)
+    time.sleep(8.0)
+
+
+def _model(axes: dict[str, int], parts: int) -> tuple[Any, grids.Batch]:
+    """With four rows for each part."""
+    if "ep" in axes:
+        return expert_models.model(Grouped), expert_models.batches(1, rows=4 * parts)[0]
+    return zoo.build("llama", layers=2), zoo.inputs("llama", batch=4 * parts, seq=8)
+
+
+def _compile(grids_of_runs: Iterable[dict[str, int]], *, fsdp: tuple[bool, ...] = (True,)) -> None:
+    """What the runs on these grids need, on the one process that their ranks are copies of."""
+    with shared_programs():
+        for axes in grids_of_runs:
+            model, batch = _model(axes, 1)
+            tp, ep = axes.get("tp", 1), axes.get("ep", 1)
+            if "pp" in axes:
+                compile_for_ranks(model, grids.split(batch, 2)[0], tp=tp, ep=ep, schedule="1f1b")
+                continue
+            for applied in fsdp:
+                compile_for_ranks(model, batch, tp=tp, ep=ep, fsdp=applied)
 
 
 class _Run:
@@ -52,11 +75,7 @@ class _Run:
         _clear_sharding_prop_cache()
         mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
         part, parts = sp_compiler.data_shard(mesh)
-        if "ep" in axes:
-            model, batch = expert_models.model(Grouped), expert_models.batches(1, rows=4 * parts)[0]
-        else:
-            model = zoo.build("llama", layers=2)
-            batch = zoo.inputs("llama", batch=4 * parts, seq=8)
+        model, batch = _model(axes, parts)
         self.batch = grids.split(batch, parts)[part]
         build: Any = sp_compiler.pipeline if "pp" in axes else sp_compiler.compile
         options |= {"microbatches": 2} if "pp" in axes else {}
@@ -170,13 +189,15 @@ _ALL_CASES = [_CASES, *([(_WITH_EXPERTS, disturb)] for disturb in (_in_backward,
 
 def _all_raised(index: int) -> list[tuple[str, float]]:
     warnings.simplefilter("ignore")
-    return [_raised(axes, disturb) for axes, disturb in _ALL_CASES[index]]
+    with shared_programs(only_known=True):
+        return [_raised(axes, disturb) for axes, disturb in _ALL_CASES[index]]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("index", range(len(_ALL_CASES)))
 def test_all_ranks_raise_when_one_fails_or_hangs(index: int) -> None:
-    ranks = run_on_ranks(4, _all_raised, index)
+    before = functools.partial(_compile, [axes for axes, _ in _ALL_CASES[index]])
+    ranks = run_on_copies(4, before, _all_raised, index)
     for number, (axes, disturb) in enumerate(_ALL_CASES[index]):
         for rank, results in enumerate(ranks):
             (text, seconds), where = results[number], (axes, disturb.__name__, rank)
@@ -219,15 +240,23 @@ def _goes_on_after_failed_backwards(axes: dict[str, int]) -> bool:
     return True
 
 
+_SHARDED_OR_REPLICATED = ({"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "tp": 2})
+
+
+def _all_go_on() -> bool:
+    with shared_programs(only_known=True):
+        return all(map(_goes_on_after_failed_backwards, _SHARDED_OR_REPLICATED))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("axes", [{"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "tp": 2}])
-def test_failed_backwards_that_all_ranks_catch_are_over(axes: dict[str, int]) -> None:
-    assert all(run_on_ranks(4, _goes_on_after_failed_backwards, axes))
+def test_failed_backwards_that_all_ranks_catch_are_over() -> None:
+    before = functools.partial(_compile, _SHARDED_OR_REPLICATED)
+    assert all(run_on_copies(4, before, _all_go_on))
 
 
 def _fails_alone() -> None:
     """Without FSDP2 a rank waits for no other part of the data, and may catch its own errors."""
-    run = _Run({"dp_shard": 2, "tp": 1}, fsdp=False)
+    run = _Run(_PARTS_ALONE, fsdp=False)
     for register in (run.layer.register_forward_hook, run.layer.register_full_backward_hook):
         if dist.get_rank() == 1:
             hook = register(_boom)
@@ -240,8 +269,15 @@ def _fails_alone() -> None:
 
 
 def _numbers() -> bool:
+    with shared_programs(only_known=True):
+        _same_numbers()
+        _fails_alone()
+        return _goes_on_after_failed_backwards(_PARTS_ALONE)
+
+
+def _same_numbers() -> None:
     """Collectives of a watched group are torch's own, to the bit; torch knows it as the group."""
-    run = _Run({"dp_shard": 2, "tp": 1})
+    run = _Run(_PARTS_ALONE)
     group = run.tree._sp_state.group.data.mesh.get_group(0)
     stand_in = watched(group)
     assert isinstance(stand_in, WatchedGroup)
@@ -259,10 +295,9 @@ def _numbers() -> bool:
             dist.all_reduce(total, op, group=each)
             results.append(torch.cat([part, gathered, total]))
         assert torch.equal(*results)
-    _fails_alone()
-    return _goes_on_after_failed_backwards({"dp_shard": 2, "tp": 1})
 
 
 @pytest.mark.slow
 def test_watched_groups_compute_the_same_and_outlive_failures_of_all() -> None:
-    assert all(run_on_ranks(2, _numbers))
+    before = functools.partial(_compile, [_PARTS_ALONE], fsdp=(True, False))
+    assert all(run_on_copies(2, before, _numbers))

@@ -17,7 +17,8 @@ import sp_compiler
 from sp_compiler import RankMismatchError, UnsupportedError
 from sp_compiler.compiler import build
 from tests.helpers.grids import whole
-from tests.helpers.ranks import run_on_ranks
+from tests.helpers.ranks import run_on_copies, run_on_ranks
+from tests.helpers.shared_programs import compile_for_ranks, shared_programs
 from tests.helpers.two_ranks import result, run_checks
 from tests.helpers.users import Net, batch, net
 
@@ -265,14 +266,23 @@ _CHECKS = [
 ]
 
 
+def _compile() -> None:
+    """What most checks need; requests for other sizes and gradients every rank compiles itself."""
+    with shared_programs():
+        for model in (net, _borrowing):
+            for fsdp in (True, False):
+                compile_for_ranks(model(), [batch()[:2]], tp=2, fsdp=fsdp)
+
+
 def _all() -> dict[str, Any]:
     warnings.simplefilter("ignore")
-    return run_checks(_CHECKS)
+    with shared_programs():
+        return run_checks(_CHECKS)
 
 
 @pytest.mark.slow
 def test_fsdp_as_users_call_it() -> None:
-    ranks = run_on_ranks(4, _all)
+    ranks = run_on_copies(4, _compile, _all)
     for check in _CHECKS:
         result(ranks, check.__name__)
 

@@ -49,6 +49,38 @@ def run_on_ranks(
         ]
 
 
+def run_on_copies(
+    world_size: int, before: Callable[[], Any], function: Callable[..., Any], *args: Any
+) -> list[Any]:
+    """As :func:`run_on_ranks`, on copies of one process that has called ``before`` already.
+
+    What that leaves in a module, such as programs, all ranks have. It must start no threads.
+    """
+    multiprocessing.set_forkserver_preload(_PRELOADED)
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.start_processes(
+            _copied, (world_size, folder, before, function, args), 1, start_method="forkserver"
+        )
+        return [
+            torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(world_size)
+        ]
+
+
+def _copied(
+    _: int,
+    world_size: int,
+    folder: str,
+    before: Callable[[], Any],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    before()
+    multiprocessing.start_processes(
+        _rank, (world_size, folder, function, args), world_size, start_method="fork"
+    )
+
+
 def _rank(
     rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:

@@ -1,0 +1,105 @@
+"""Programs that are compiled once for several modules of a test, and for all ranks of a grid.
+
+All ranks compile the same program, each for itself, and tests of what happens afterwards train the
+same model over and over: most of their time were compilations that had been made before. That ranks
+compile the same is proven elsewhere (``tests/usage/test_ranks_agree.py``, and wherever ranks run
+without this).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from sp_compiler import api
+from sp_compiler.options import CompileOptions
+from sp_compiler.pipeline_parallel.schedules import schedule_of
+from sp_compiler.planning.planned_program import PlannedProgram
+
+_KNOWN: dict[str, PlannedProgram] = {}
+
+
+@contextlib.contextmanager
+def shared_programs(*, only_known: bool = False) -> Iterator[None]:
+    """Context in which equal models with equal inputs and options are compiled once a process.
+
+    Models are equal if they look so (``repr``), and so do their parameters: what else tells them
+    apart does not count. With ``only_known`` a program that :func:`compile_for_ranks` has not made
+    is an error.
+    """
+    build = api.build
+
+    def known_or_built(
+        model: nn.Module, args: Any, kwargs: Any, options: CompileOptions, **settings: Any
+    ) -> PlannedProgram:
+        # Graphs that nobody reads here.
+        settings.pop("keep", None)
+        key = _key(model, (args, kwargs), options, settings)
+        if key not in _KNOWN:
+            assert not only_known, f"not compiled before, on one process: {options}"
+            _KNOWN[key] = build(model, args, kwargs, options, **settings)
+        return _KNOWN[key]
+
+    with mock.patch.object(api, "build", known_or_built):
+        yield
+
+
+def compile_for_ranks(
+    model: nn.Module,
+    inputs: Mapping[str, Tensor] | Sequence[Tensor],
+    *,
+    tp: int = 1,
+    ep: int = 1,
+    fsdp: bool = False,
+    schedule: str | None = None,
+    **options: Any,
+) -> None:
+    """Compile in :func:`shared_programs` what ranks will ask for.
+
+    Args:
+        model: as they have it.
+        inputs: of a call, or of a microbatch; by position or by keyword.
+        tp: as along the axis of the mesh.
+        ep: as along the axis of the mesh.
+        fsdp: whether FSDP2 is applied by :func:`sp_compiler.compile`.
+        schedule: of the pipeline of two ranks, if there is one.
+        options: of :func:`sp_compiler.compile`.
+    """
+    checked = CompileOptions.of(tp, options, in_stages=schedule is not None)
+    checked = replace(checked, ep=ep, layers_apart=fsdp)
+    if schedule is not None:
+        plan, _ = schedule_of(schedule, None, 2, 4)
+        checked = replace(
+            checked, tables_apart=True, split_backward=plan.delays_weights, loss_only=True
+        )
+    args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+    api.build(model, args, kwargs, checked, fixed=None, open_dims=False)
+
+
+def _key(model: nn.Module, inputs: Any, options: CompileOptions, settings: dict[str, Any]) -> str:
+    leaves, structure = pytree.tree_flatten(inputs)
+    tensors = [*model.named_parameters(), *model.named_buffers(), *enumerate(leaves)]
+    facts = [
+        repr(model),
+        [module.training for module in model.modules()],
+        [(name, _facts(value)) for name, value in tensors],
+        structure,
+        options,
+        sorted(settings.items()),
+        torch.is_grad_enabled(),
+        Tensor.to.__name__,  # another one where casts to float32 are lifted
+    ]
+    return "\n".join(map(str, facts))
+
+
+def _facts(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return repr(value)
+    return f"{value.dtype} {value.device} {[*value.shape]} {value.stride()} {value.requires_grad}"

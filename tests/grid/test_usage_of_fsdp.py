@@ -276,8 +276,7 @@ def _compile() -> None:
 
 def _all() -> dict[str, Any]:
     warnings.simplefilter("ignore")
-    with shared_programs():
-        return run_checks(_CHECKS)
+    return run_checks(_CHECKS)
 
 
 @pytest.mark.slow

@@ -30,17 +30,15 @@ _KNOWN: dict[str, PlannedProgram] = {}
 def shared_programs(*, only_known: bool = False) -> Iterator[None]:
     """Context in which equal models with equal inputs and options are compiled once a process.
 
-    Models are equal if they look so (``repr``), and so do their parameters: what else tells them
-    apart does not count. With ``only_known`` a program that :func:`compile_for_ranks` has not made
-    is an error.
+    Models are equal if they are of one class, and so are all modules inside, with equal numbers and
+    texts as attributes, parameters and buffers of the same kind, and as many hooks. With
+    ``only_known`` a program that :func:`compile_for_ranks` has not made is an error.
     """
     build = api.build
 
     def known_or_built(
         model: nn.Module, args: Any, kwargs: Any, options: CompileOptions, **settings: Any
     ) -> PlannedProgram:
-        # Graphs that nobody reads here.
-        settings.pop("keep", None)
         key = _key(model, (args, kwargs), options, settings)
         if key not in _KNOWN:
             assert not only_known, f"not compiled before, on one process: {options}"
@@ -80,7 +78,7 @@ def compile_for_ranks(
             checked, tables_apart=True, split_backward=plan.delays_weights, loss_only=True
         )
     args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
-    api.build(model, args, kwargs, checked, fixed=None, open_dims=False)
+    api.build(model, args, kwargs, checked, fixed=None, open_dims=False, keep="stages")
 
 
 def _key(model: nn.Module, inputs: Any, options: CompileOptions, settings: dict[str, Any]) -> str:
@@ -88,15 +86,34 @@ def _key(model: nn.Module, inputs: Any, options: CompileOptions, settings: dict[
     tensors = [*model.named_parameters(), *model.named_buffers(), *enumerate(leaves)]
     facts = [
         repr(model),
-        [module.training for module in model.modules()],
+        [_attributes(module) for module in model.modules()],
         [(name, _facts(value)) for name, value in tensors],
         structure,
         options,
-        sorted(settings.items()),
+        [
+            (name, sorted(value.items()) if isinstance(value, dict) else value)
+            for name, value in sorted(settings.items())
+        ],
         torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
         Tensor.to.__name__,  # another one where casts to float32 are lifted
     ]
     return "\n".join(map(str, facts))
+
+
+def _attributes(module: nn.Module) -> str:
+    found: dict[str, Any] = {"": type(module)}
+    for name, value in vars(module).items():
+        if name.startswith("_sp_"):  # that its parameters have been taken over
+            continue
+        if isinstance(value, bool | int | float | str | None):
+            found[name] = value
+        elif "_hooks" in name:
+            found[name] = len(value)
+        elif name == "config":
+            found[name] = repr(value)
+    return str(found)
 
 
 def _facts(value: Any) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import sp_compiler
+from tests.helpers.shared_programs import shared_programs
 from tests.helpers.users import gradients
 from tests.models import zoo
 
@@ -66,14 +67,18 @@ def train(module: Any, steps: int = 3) -> dict[str, Any]:
 
 
 def run_checks(checks: Sequence[Callable[[], Any]]) -> dict[str, Any]:
-    """Every check in one group; a failure is returned as text, so that it hides no other."""
+    """Every check in one group; a failure is returned as text, so that it hides no other.
+
+    Checks share programs, see :func:`shared_programs`.
+    """
     warnings.simplefilter("ignore")
     results: dict[str, Any] = {}
-    for check in checks:
-        try:
-            results[check.__name__] = check()
-        except BaseException:  # assertion errors and what pytest.raises throws
-            results[check.__name__] = AssertionError(traceback.format_exc())
+    with shared_programs():
+        for check in checks:
+            try:
+                results[check.__name__] = check()
+            except BaseException:  # assertion errors and what pytest.raises throws
+                results[check.__name__] = AssertionError(traceback.format_exc())
     return results
 
 

@@ -65,11 +65,11 @@ def _keep_for_the_loss(block: nn.Module, seen: dict[str, Any]) -> None:
     block.register_forward_hook(lambda _, args, output: seen.update(kept=output))
 
 
-def _same_steps(hooks: Hooks, **options: Any) -> None:
+def _same_steps(hooks: Hooks, *sizes: tuple[int, int], **options: Any) -> None:
     module, model = compiled(**options), eager()
     inputs = zoo.inputs("plain", *_SIZE)
-    for size in ((2, 4), (2, 6)):
-        module(**zoo.inputs("plain", *size))  # the second compiles for all sizes
+    for size in sizes:
+        module(**zoo.inputs("plain", *size))
     seen: list[dict[str, Any]] = [{}, {}]
     for one, values in zip((module, model), seen, strict=True):
         hooks(_block(one), values)
@@ -89,7 +89,7 @@ def _same_steps(hooks: Hooks, **options: Any) -> None:
 
 def _with_sequence_parallelism() -> None:
     for hooks in (_look, _return_others, _change_in_place, _keep_for_the_loss):
-        _same_steps(hooks)
+        _same_steps(hooks, (2, 4), (2, 6))  # the second compiles for all sizes
 
 
 def _without_sequence_parallelism() -> None:

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import sp_compiler
 from sp_compiler import RankFailureError, RankMismatchError
 from tests.helpers import grids
-from tests.helpers.ranks import run_on_ranks
+from tests.helpers.ranks import run_on_copies
+from tests.helpers.shared_programs import compile_for_ranks, shared_programs
 from tests.models import zoo
 
 _FAILING = 3  # part 1 of the data, stage 1
@@ -61,18 +62,25 @@ def _hang(*_: Any) -> None:
     time.sleep(8.0)
 
 
+def _compile() -> None:
+    with shared_programs():
+        micro = zoo.inputs("llama", batch=1, seq=8)
+        compile_for_ranks(zoo.build("llama", layers=2), micro, schedule="1f1b")
+
+
 def _failures() -> list[tuple[str, float]]:
     warnings.simplefilter("ignore")
-    raised = _step(_boom, timedelta(seconds=90))
-    dist.barrier()
-    hung = _step(_hang, timedelta(seconds=3))
+    with shared_programs(only_known=True):
+        raised = _step(_boom, timedelta(seconds=90))
+        dist.barrier()
+        hung = _step(_hang, timedelta(seconds=3))
     dist.barrier()
     return [raised, hung]
 
 
 @pytest.mark.slow
 def test_all_ranks_raise_when_one_fails_or_hangs() -> None:
-    results = run_on_ranks(4, _failures)
+    results = run_on_copies(4, _compile, _failures)
     for rank, (raised, hung) in enumerate(results):
         text, seconds = raised
         assert "boom" in text, (rank, text)

@@ -5,6 +5,7 @@ AdamW steps with clipping; ranks of different parts of the data have batches of 
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections import Counter
 from typing import Any
@@ -18,7 +19,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import sp_compiler
 from sp_compiler import RankMismatchError
 from tests.helpers import grids
-from tests.helpers.ranks import run_on_ranks
+from tests.helpers.ranks import run_on_copies
+from tests.helpers.shared_programs import compile_for_ranks, shared_programs
 from tests.models import zoo
 
 _MICROBATCHES = 2
@@ -29,12 +31,26 @@ def _mesh(**axes: int) -> DeviceMesh:
     return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
-def _grids(runs: list[tuple[dict[str, int], str, str, float]], steps: int) -> dict[str, float]:
+_Runs = list[tuple[dict[str, int], str, str, float]]
+
+
+def _compile(runs: _Runs) -> None:
+    """Programs of stages, and where dropout is on those of one device."""
+    with grids.lifted(), shared_programs():
+        for axes, name, schedule, dropout in runs:
+            chosen = grids.case(name, 1, dropout=dropout)
+            micro = chosen.batches(1)[0]
+            compile_for_ranks(chosen.build(), micro, tp=axes["tp"], schedule=schedule)
+            if dropout:
+                compile_for_ranks(chosen.build(), micro)
+
+
+def _grids(runs: _Runs, steps: int) -> dict[str, float]:
     errors: dict[str, float] = {}
     for axes, name, schedule, dropout in runs:
         mesh = _mesh(**axes)
         part, parts = sp_compiler.data_shard(mesh)
-        with grids.lifted():
+        with grids.lifted(), shared_programs(only_known=True):
             chosen = grids.case(name, parts * _MICROBATCHES, dropout=dropout)
             worst, pipeline, _ = grids.follow_pipeline(
                 mesh, chosen, steps, _MICROBATCHES, schedule=schedule
@@ -86,8 +102,16 @@ def test_two_by_two_by_two() -> None:
         ({"dp_shard": 2, "pp": 2, "tp": 2}, "gpt2", "1f1b", 0.2),
         ({"dp_replicate": 2, "pp": 2, "tp": 2}, "llama_gqa8", "zero_bubble", 0.0),
     ]
-    for errors in run_on_ranks(8, _grids, runs, 3):
+    for errors in run_on_copies(8, functools.partial(_compile, runs), _grids, runs, 3):
         assert max(errors.values()) < 1e-9, errors
+
+
+def _compile_calls() -> None:
+    micro = zoo.inputs("llama", batch=2, seq=8)
+    with shared_programs():
+        with grids.lifted():
+            compile_for_ranks(zoo.build("llama", layers=2), micro, schedule="1f1b")
+        _compile_in_bfloat16(1, "1f1b")
 
 
 def _calls() -> None:
@@ -131,6 +155,11 @@ def _calls() -> None:
     _in_bfloat16(mesh, own, evaluated.item() / 4)
 
 
+def _known_calls() -> None:
+    with shared_programs():
+        _calls()
+
+
 def _in_bfloat16(mesh: DeviceMesh, own: dict[str, Any], loss: float) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     pipeline: Any = sp_compiler.pipeline(
@@ -145,7 +174,24 @@ def _in_bfloat16(mesh: DeviceMesh, own: dict[str, Any], loss: float) -> None:
     assert abs(mean.item() - loss) < 0.1 * loss
 
 
+_SCHEDULES = ("1f1b", "zero_bubble")
+
+
+def _compile_in_bfloat16(tp: int, *schedules: str) -> None:
+    """The program that places the parameters. That of what FSDP2 casts each rank compiles."""
+    micro = zoo.inputs("llama", batch=2, seq=8)
+    with shared_programs():
+        for schedule in schedules:
+            model = zoo.build("llama", dtype=torch.float32, layers=2)
+            compile_for_ranks(model, micro, tp=tp, schedule=schedule)
+
+
 def _with_tensor_parallelism_in_bfloat16() -> None:
+    with shared_programs():
+        _train_in_bfloat16()
+
+
+def _train_in_bfloat16() -> None:
     """Partial sums over "tp" are added up in bfloat16, reduced and summed in float32."""
     mesh = _mesh(dp_shard=2, pp=2, tp=2)
     part, parts = sp_compiler.data_shard(mesh)
@@ -155,7 +201,7 @@ def _with_tensor_parallelism_in_bfloat16() -> None:
     zoo.loss_of(truth(**batch)).backward()
     true = dict(truth.named_parameters())
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for schedule in ("1f1b", "zero_bubble"):
+    for schedule in _SCHEDULES:
         pipeline: Any = sp_compiler.pipeline(
             zoo.build("llama", dtype=torch.float32, layers=2),
             mesh=mesh,
@@ -177,9 +223,10 @@ def _with_tensor_parallelism_in_bfloat16() -> None:
 
 @pytest.mark.slow
 def test_mixed_precision_beside_tensor_parallelism() -> None:
-    run_on_ranks(8, _with_tensor_parallelism_in_bfloat16)
+    before = functools.partial(_compile_in_bfloat16, 2, *_SCHEDULES)
+    run_on_copies(8, before, _with_tensor_parallelism_in_bfloat16)
 
 
 @pytest.mark.slow
 def test_calls_over_data_axes() -> None:
-    run_on_ranks(4, _calls)
+    run_on_copies(4, _compile_calls, _known_calls)

@@ -15,7 +15,8 @@ from sp_compiler import UnsupportedError
 from sp_compiler.compiler import build
 from sp_compiler.options import CompileOptions
 from sp_compiler.pipeline_parallel.microbatches import batch_lengths, joined
-from tests.helpers.ranks import run_on_ranks
+from tests.helpers.ranks import run_on_copies
+from tests.helpers.shared_programs import compile_for_ranks, shared_programs
 from tests.models import zoo
 
 MICROBATCHES = 4
@@ -156,14 +157,22 @@ def test_scalars_are_averaged_in_their_own_dtype() -> None:
         joined([torch.tensor(3), torch.tensor(4)], [0.5, 0.5], [4])
 
 
+def _compile() -> None:
+    """The program of the larger model; those of the small one every rank compiles itself."""
+    with shared_programs():
+        micro = zoo.inputs("llama", batch=2)
+        compile_for_ranks(zoo.build("llama", layers=2), micro, tp=2, schedule="1f1b")
+
+
 def _both() -> None:
     _returned()
-    _logits()
+    with shared_programs():
+        _logits()
 
 
 @pytest.mark.slow
 def test_what_a_pipeline_returns() -> None:
-    run_on_ranks(4, _both)
+    run_on_copies(4, _compile, _both)
 
 
 @pytest.mark.slow

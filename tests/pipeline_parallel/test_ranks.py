@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 import sp_compiler
 from sp_compiler import ArgumentError, RankMismatchError, UnsupportedError, api
 from sp_compiler.compiler import build
-from tests.helpers.ranks import run_on_ranks
+from tests.helpers.ranks import run_on_copies, run_on_ranks
+from tests.helpers.shared_programs import compile_for_ranks, shared_programs
 from tests.models import architectures, zoo
 
 MICROBATCHES = 4
@@ -107,7 +108,7 @@ def _train(
 def _compare(
     name: str, layers: int, schedule: str, steps: int, grid: Sequence[int]
 ) -> sp_compiler.PipelineModule:
-    with _LIFTED:
+    with _LIFTED, shared_programs():
         losses, gradients, parameters = _one_device(name, layers, steps)
         pipeline, own_losses, own_gradients = _train(name, layers, schedule, steps, grid)
     torch.testing.assert_close(own_losses, losses, rtol=1e-9, atol=1e-9)
@@ -207,7 +208,19 @@ def test_two_stages() -> None:
     run_on_ranks(2, _on_two_ranks)
 
 
-def _schedules(cases: Sequence[tuple[str, int, str, int, Sequence[int]]]) -> list[str]:
+_Cases = Sequence[tuple[str, int, str, int, Sequence[int]]]
+
+
+def _compile(cases: _Cases) -> None:
+    """Programs of one device, and those that are cut into stages."""
+    with _LIFTED, shared_programs():
+        for name, layers, schedule, _, (_, tp) in cases:
+            micro = {key: value[:2] for key, value in _batch(name).items()}
+            compile_for_ranks(_model(name, layers), micro)
+            compile_for_ranks(_model(name, layers), micro, tp=tp, schedule=schedule)
+
+
+def _schedules(cases: _Cases) -> list[str]:
     return [str(_compare(*case).stages) for case in cases]
 
 
@@ -219,9 +232,9 @@ def test_schedules_on_two_ranks() -> None:
         ("llama", 4, "interleaved", 3, (2, 1)),
         # Its table of relative positions is sent too, a transposed view.
         ("t5", 2, "interleaved", 3, (2, 1)),
-        ("llama", 2, "gpipe", 2, (2, 1)),
+        ("llama", 4, "gpipe", 2, (2, 1)),
     ]
-    run_on_ranks(2, _schedules, cases)
+    run_on_copies(2, functools.partial(_compile, cases), _schedules, cases)
 
 
 @pytest.mark.slow
@@ -231,7 +244,7 @@ def test_schedules_with_tensor_parallel_stages() -> None:
         ("gpt2", 4, "dualpipev", 3, (2, 2)),
         ("mixtral", 2, "zero_bubble", 3, (2, 2)),
     ]
-    run_on_ranks(4, _schedules, cases)
+    run_on_copies(4, functools.partial(_compile, cases), _schedules, cases)
 
 
 def _order(schedule: str) -> tuple[int, list[str], int]:
@@ -245,13 +258,21 @@ def _order(schedule: str) -> tuple[int, list[str], int]:
     return layers, trace.events, trace.most
 
 
+def _compile_orders() -> None:
+    micro = {key: value[:2] for key, value in _batch("llama").items()}
+    with shared_programs():
+        for schedule in ("1f1b", "zero_bubble"):  # the program of "gpipe" is that of the first
+            compile_for_ranks(_model("llama", 4), micro, schedule=schedule)
+
+
 def _orders() -> dict[str, Any]:
-    return {schedule: _order(schedule) for schedule in ("1f1b", "gpipe", "zero_bubble")}
+    with shared_programs(only_known=True):
+        return {schedule: _order(schedule) for schedule in ("1f1b", "gpipe", "zero_bubble")}
 
 
 @pytest.mark.slow
 def test_weights_wait_and_activations_do_not_pile_up() -> None:
-    first, last = run_on_ranks(2, _orders)
+    first, last = run_on_copies(2, _compile_orders, _orders)
     for rank, results in enumerate((first, last)):
         layers, events, _ = results["zero_bubble"]
         count = Counter(events)

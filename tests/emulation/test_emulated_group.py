@@ -156,7 +156,7 @@ def test_a_compiled_step_takes_its_planned_time() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gb_per_s", [1000.0, 200.0, 60.0])
+@pytest.mark.parametrize("gb_per_s", [1000.0, 60.0])
 def test_every_policy_takes_its_planned_time(gb_per_s: float) -> None:
     size = _config(128)
     ids = torch.randint(size.vocab_size, (2, 64))
@@ -167,14 +167,13 @@ def test_every_policy_takes_its_planned_time(gb_per_s: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gb_per_s", [400.0, 150.0])
-def test_half_batches_expose_at_most_half(gb_per_s: float) -> None:
-    """Links on which communication is 20 and 40 % of the step."""
+def test_half_batches_expose_at_most_half() -> None:
+    """A link on which communication is 40 % of the step."""
     size = replace(_config(128), num_layers=4)
     ids = torch.randint(size.vocab_size, (4, 64))
     exposed_us = []
     for halves in (False, True):
-        with sp_compiler.emulated_group(2, gb_per_s=gb_per_s, latency_us=0.0) as clock:
+        with sp_compiler.emulated_group(2, gb_per_s=150.0, latency_us=0.0) as clock:
             module = sp_compiler.compile(
                 PlainGPT(size), tp=2, hardware=clock.hardware, half_batches=halves,
                 example_inputs=((ids,), {"labels": ids}),

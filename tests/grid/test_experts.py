@@ -21,7 +21,8 @@ import sp_compiler
 from sp_compiler.base.errors import ArgumentError, RankMismatchError, UnsupportedError
 from tests.helpers import expert_models, grids
 from tests.helpers.expert_models import Grouped, Picked
-from tests.helpers.ranks import run_on_ranks
+from tests.helpers.ranks import run_on_copies, run_on_ranks
+from tests.helpers.shared_programs import compile_for_ranks, shared_programs
 
 _TOLERANCE = 1e-9
 
@@ -48,7 +49,7 @@ def _followed(axes: dict[str, int], steps: int) -> tuple[Any, Any, dict[str, flo
     with grids.lifted():
         worst, one, truth = grids.follow(mesh, _case(parts, _with_biases), steps, accumulate=2)
         # Without gradients, and in the end a batch of another size.
-        size = {"rows": 3 * parts, "length": 5} if "dp_shard" in axes else {"rows": 2 * parts}
+        size = {"rows": 3 * parts, "length": 5} if "dp_shard" in axes else {"rows": parts}
         batch = expert_models.batches(1, **size)[0]
         with torch.no_grad():
             loss = one.module(**grids.split(batch, parts)[part])
@@ -58,7 +59,20 @@ def _followed(axes: dict[str, int], steps: int) -> tuple[Any, Any, dict[str, flo
     return one.module, truth.module, worst
 
 
+def _compile() -> None:
+    """For microbatches of one row. What other sizes need every rank compiles itself."""
+    with grids.lifted(), shared_programs():
+        micro = expert_models.batches(1, rows=1)[0]
+        for tp, fsdp in ((1, True), (2, False)):
+            compile_for_ranks(expert_models.model(_with_biases), micro, tp=tp, ep=2, fsdp=fsdp)
+
+
 def _trained(folder: str) -> dict[str, Any]:
+    with shared_programs():
+        return _followed_and_saved(folder)
+
+
+def _followed_and_saved(folder: str) -> dict[str, Any]:
     worst = {
         str(axes): _followed(axes, steps)[2]
         for axes, steps in (({"dp_shard": 2, "ep": 2, "tp": 1}, 3), ({"ep": 2, "tp": 2}, 3))
@@ -67,7 +81,7 @@ def _trained(folder: str) -> dict[str, Any]:
     axes = {"dp_replicate": 2, "ep": 2, "tp": 1}
     module, truth, worst["replicated"] = _followed(axes, 1)
     with grids.CollectivesByAxis(_mesh(axes)) as counter:
-        module(**expert_models.batches(1, rows=2)[0]).backward()
+        module(**expert_models.batches(1, rows=1)[0]).backward()
     return {
         "worst": worst,
         "truth": truth.state_dict(),
@@ -114,7 +128,7 @@ def _saved(module: Any, folder: str) -> dict[str, Any]:
 @pytest.mark.slow
 def test_training_follows_one_device(tmp_path: Path) -> None:
     """Routers, experts, biases and norms, with accumulation; checkpoints go anywhere."""
-    found = run_on_ranks(4, _trained, str(tmp_path))
+    found = run_on_copies(4, _compile, _trained, str(tmp_path))
     for each in found:
         for worst in each["worst"].values():
             assert max(worst.values()) < _TOLERANCE, each["worst"]

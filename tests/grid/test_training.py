@@ -6,6 +6,7 @@ the module compiled for one rank, given the seeds of each part of the data.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
@@ -17,7 +18,8 @@ from torch.distributed.tensor import DTensor
 
 import sp_compiler
 from tests.helpers import grids
-from tests.helpers.ranks import run_on_ranks
+from tests.helpers.ranks import run_on_copies, run_on_ranks
+from tests.helpers.shared_programs import compile_for_ranks, shared_programs
 from tests.models import zoo
 
 _TOLERANCE = 1e-9
@@ -28,13 +30,22 @@ def _mesh(**axes: int) -> DeviceMesh:
     return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
+def _compile_gpt2_with_dropout(tp: int) -> None:
+    """For microbatches of one row, and for one device."""
+    with grids.lifted(), shared_programs():
+        chosen = grids.case("gpt2", 1, dropout=0.2)
+        micro = grids.split(chosen.batches(1)[0], 2)[0]
+        compile_for_ranks(chosen.build(), micro, tp=tp, fsdp=True)
+        compile_for_ranks(chosen.build(), micro)
+
+
 def _gpt2_with_dropout(axes: dict[str, int], steps: int) -> dict[str, Any]:
     mesh = _mesh(**axes)
     part, parts = sp_compiler.data_shard(mesh)
-    with grids.lifted():
+    with grids.lifted(), shared_programs(only_known=True):
         chosen = grids.case("gpt2", parts, dropout=0.2)
         worst, one, _ = grids.follow(mesh, chosen, steps, accumulate=2)
-        batch = grids.split(chosen.batches(1)[0], parts)[part]
+        batch = grids.split(chosen.batches(1)[0], 2 * parts)[part]
         with grids.CollectivesByAxis(mesh) as counter:
             one.module(**batch).loss.backward()
     replicated = [
@@ -57,11 +68,21 @@ def _wrap_by_hand(module: Any, mesh: DeviceMesh) -> None:
     fully_shard(module, mesh=mesh["dp_shard"])
 
 
+def _compile(tp: int, names: list[str], *, by_hand: bool) -> None:
+    with grids.lifted(), shared_programs():
+        for name in names:
+            chosen = grids.case(name, 1)
+            batch = chosen.batches(1)[0]
+            compile_for_ranks(chosen.build(), batch, tp=tp, fsdp=True)
+            if by_hand and name == "llama_gqa8":
+                compile_for_ranks(chosen.build(), grids.split(batch, 2)[0], tp=tp)
+
+
 def _on_a_grid(axes: dict[str, int], names: list[str], steps: int) -> dict[str, Any]:
     mesh = _mesh(**axes)
     _, parts = sp_compiler.data_shard(mesh)
     results = {}
-    with grids.lifted():
+    with grids.lifted(), shared_programs(only_known=True):
         for name in names:
             worst, _, _ = grids.follow(mesh, grids.case(name, parts), steps)
             results[name] = worst
@@ -79,15 +100,15 @@ def _on_a_grid(axes: dict[str, int], names: list[str], steps: int) -> dict[str, 
 @pytest.mark.parametrize(
     ("axes", "names", "steps"),
     [
-        ({"dp_shard": 2, "tp": 2}, ["mixtral", "t5"], 3),
-        ({"dp_replicate": 2, "tp": 2}, ["gpt2", "llama_gqa8"], 10),
+        ({"dp_shard": 2, "tp": 2}, ["llama_gqa8", "mixtral", "t5"], 3),
+        ({"dp_replicate": 2, "tp": 2}, ["gpt2", "llama_gqa8"], 5),
         ({"dp_shard": 2, "tp": 1}, ["gpt2"], 3),
     ],
     ids=["sharded", "replicated", "one-rank"],
 )
 def test_models_on_every_grid(axes: dict[str, int], names: list[str], steps: int) -> None:
-    world_size = axes["tp"] * 2
-    for result in run_on_ranks(world_size, _on_a_grid, axes, names, steps):
+    before = functools.partial(_compile, axes["tp"], names, by_hand="dp_shard" in axes)
+    for result in run_on_copies(axes["tp"] * 2, before, _on_a_grid, axes, names, steps):
         errors = {name: max(worst.values()) for name, worst in result.items()}
         assert max(errors.values()) < _TOLERANCE, errors
 
@@ -96,7 +117,8 @@ def test_models_on_every_grid(axes: dict[str, int], names: list[str], steps: int
 def test_gpt2_with_dropout_and_accumulation_on_two_by_two_by_two() -> None:
     """Tied, a vocabulary that nothing divides, a fused weight; and what it sends."""
     axes = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
-    for result in run_on_ranks(8, _gpt2_with_dropout, axes, 3):
+    before = functools.partial(_compile_gpt2_with_dropout, 2)
+    for result in run_on_copies(8, before, _gpt2_with_dropout, axes, 3):
         assert max(result["worst"].values()) < _TOLERANCE, result["worst"]
         counts = result["counts"]
         # Root and two blocks forward; the blocks again backward; one reduction for each of three.

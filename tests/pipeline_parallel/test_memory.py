@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import sp_compiler
 from benchmarks.measure import PeakRecorder
+from sp_compiler import GridPlan
 from sp_compiler.pipeline_parallel.microbatch_recompute import Places, with_places
 from sp_compiler.pipeline_parallel.schedules import BACKWARD_INPUTS as I
 from sp_compiler.pipeline_parallel.schedules import BACKWARD_WEIGHTS as W
@@ -23,7 +24,8 @@ from sp_compiler.pipeline_parallel.schedules import SCHEDULES, Action
 from sp_compiler.pipeline_parallel.stage_memory import RankActivations, StageMemory
 from sp_compiler.planning.call_memory import CallMemory
 from sp_compiler.planning.data import CallPlan
-from tests.helpers.ranks import run_on_ranks
+from tests.helpers.ranks import run_on_copies
+from tests.helpers.shared_programs import compile_for_ranks, shared_programs
 from tests.helpers.torch_versions import NEEDS_V_SCHEDULES
 from tests.models import zoo
 
@@ -134,20 +136,54 @@ def test_peaks_of_places_are_those_of_the_simulated_order(
         assert [*places.peaks_bytes(most_of, rest_of)] == expected[::-1]
 
 
-def _peaks(cases: Sequence[tuple[str, int, str, str]]) -> list[tuple[int, int]]:
+_Cases = Sequence[tuple[str, int, str, str]]
+# The model of two policies.
+_MIXED = "llama", 4
+
+
+@functools.cache
+def _planned(name: str, layers: int, **settings: Any) -> GridPlan:
+    return sp_compiler.plan(
+        zoo.build(name, layers=layers),
+        ((), zoo.inputs(name, batch=2, seq=64)),
+        mesh="pp=2",
+        microbatches=MICROBATCHES,
+        **settings,
+    )
+
+
+@functools.cache
+def _mixed_settings() -> dict[str, Any]:
+    # A byte less than the first stage needs for two microbatches. All is in float64: a parameter,
+    # its gradient and two moments.
+    alone = _planned(*_MIXED, recompute="none", bytes_per_parameter=32)
+    memory = alone.stages[0].total_bytes - 1
+    return {"recompute": "none", "recompute_rest": "full", "memory": memory}
+
+
+def _compile(cases: _Cases) -> None:
+    """Plans, and programs."""
+    _planned(*_MIXED, **_mixed_settings(), bytes_per_parameter=32)
+    with shared_programs():
+        for name, layers, schedule, recompute in cases:
+            _planned(name, layers, schedule=schedule, recompute=recompute)
+            model, micro = zoo.build(name, layers=layers), zoo.inputs(name, batch=2, seq=64)
+            compile_for_ranks(model, micro, schedule=schedule, recompute=recompute)
+        name, layers = _MIXED
+        for policies in ({"recompute": "none"}, {"recompute": "none", "recompute_rest": "full"}):
+            model, micro = zoo.build(name, layers=layers), zoo.inputs(name, batch=2, seq=64)
+            compile_for_ranks(model, micro, schedule="1f1b", **policies)
+
+
+def _peaks(cases: _Cases) -> list[tuple[int, int]]:
     """Measured and planned bytes of this rank in the second step, when gradients exist."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
     found = []
     for name, layers, schedule, recompute in cases:
         batch = zoo.inputs(name, batch=2 * MICROBATCHES, seq=64)
-        settings: dict[str, Any] = {
-            "microbatches": MICROBATCHES,
-            "schedule": schedule,
-            "recompute": recompute,
-        }
-        model = zoo.build(name, layers=layers)
-        first = {key: value[:2] for key, value in batch.items()}
-        plan = sp_compiler.plan(model, ((), first), mesh="pp=2", **settings)
+        settings: dict[str, Any] = {"schedule": schedule, "recompute": recompute}
+        plan, model = _planned(name, layers, **settings), zoo.build(name, layers=layers)
+        settings["microbatches"] = MICROBATCHES
         pipeline = sp_compiler.pipeline(model, mesh=mesh, example_inputs=((), batch), **settings)
         pipeline.step(**batch)
         with PeakRecorder() as recorder:
@@ -165,29 +201,14 @@ def _mixed() -> tuple[bool, int, int, tuple[int, ...], tuple[int, ...]]:
     """Return if gradients equal to the bit; measured, planned bytes; saving microbatches."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
     rank = dist.get_rank()
-    batch = zoo.inputs("llama", batch=2 * MICROBATCHES, seq=64)
-    first = {key: value[:2] for key, value in batch.items()}
-    model = zoo.build("llama", layers=4)
-    # All in float64: a parameter, its gradient and two moments.
-    plan = functools.partial(
-        sp_compiler.plan,
-        model,
-        ((), first),
-        mesh="pp=2",
-        microbatches=MICROBATCHES,
-        bytes_per_parameter=32,
-    )
-    mixed: dict[str, Any] = {
-        "recompute": "none",
-        "recompute_rest": "full",
-        # A byte less than the first stage needs for two microbatches.
-        "memory": plan(recompute="none").stages[0].total_bytes - 1,
-    }
-    stage = plan(**mixed).stages[rank]
+    name, layers = _MIXED
+    batch = zoo.inputs(name, batch=2 * MICROBATCHES, seq=64)
+    mixed = _mixed_settings()
+    stage = _planned(*_MIXED, **mixed, bytes_per_parameter=32).stages[rank]
     gradients: list[dict[str, Any]] = []
     for settings in ({"recompute": "none"}, mixed):
         pipeline = sp_compiler.pipeline(
-            zoo.build("llama", layers=4),
+            zoo.build(name, layers=layers),
             mesh=mesh,
             example_inputs=((), batch),
             microbatches=MICROBATCHES,
@@ -208,8 +229,9 @@ def _mixed() -> tuple[bool, int, int, tuple[int, ...], tuple[int, ...]]:
     return equal, recorder.peak_bytes(excluding=outside), planned, saving, stage.saving
 
 
-def _measured(cases: Sequence[tuple[str, int, str, str]]) -> tuple[Any, Any]:
-    return _peaks(cases), _mixed()
+def _measured(cases: _Cases) -> tuple[Any, Any]:
+    with shared_programs(only_known=True):
+        return _peaks(cases), _mixed()
 
 
 @pytest.mark.slow
@@ -220,7 +242,8 @@ def test_running_stages_take_the_planned_memory() -> None:
         ("llama", 4, "zero_bubble", "selective"),
         ("llama", 8, "dualpipev", "selective"),  # stages that outweigh messages on their way
     ]
-    for rank, (results, mixed) in enumerate(run_on_ranks(2, _measured, cases)):
+    ranks = run_on_copies(2, functools.partial(_compile, cases), _measured, cases)
+    for rank, (results, mixed) in enumerate(ranks):
         for case, (measured, planned) in zip(cases, results, strict=True):
             assert abs(measured - planned) <= 0.03 * planned, (case, measured, planned)
         equal, measured, planned, saving, planned_saving = mixed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from sp_compiler import ArgumentError, UnsupportedError
 from sp_compiler.runtime.executor import Executor
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.recorded_graph import Pool, record_on_cpu
+from tests.helpers.shared_programs import shared_programs
 from tests.helpers.slow import slow
 from tests.helpers.two_ranks import full
 from tests.models import zoo
@@ -81,6 +82,12 @@ def _assert_same(step: Step, build: Callable[[], nn.Module] = _net, steps: int =
     assert recorded[0] == plain[0]
     for name, value in plain[1].items():
         assert torch.equal(recorded[1][name], value), name
+
+
+@pytest.fixture(autouse=True)
+def _programs() -> Iterator[None]:
+    with shared_programs():
+        yield
 
 
 @pytest.fixture

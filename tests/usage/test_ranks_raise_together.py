@@ -19,6 +19,7 @@ import sp_compiler
 from sp_compiler import RankFailureError, RankMismatchError
 from sp_compiler.runtime.recorder import Recorder
 from tests.helpers.ranks import run_on_ranks
+from tests.helpers.shared_programs import shared_programs
 from tests.helpers.users import Net, batch, net
 from tests.models import zoo
 
@@ -251,6 +252,11 @@ CASES: dict[Callable[..., Any], tuple[str, str]] = {
 
 def _run(cases: list[Callable[..., Any]]) -> dict[str, tuple[str, float]]:
     """Text of what this rank raised, and after how long, by case; each in a group of its own."""
+    with shared_programs():
+        return _run_each(cases)
+
+
+def _run_each(cases: list[Callable[..., Any]]) -> dict[str, tuple[str, float]]:
     rank, results = dist.get_rank(), {}
     for case in cases:
         # A rank that stopped amid collectives leaves a group that nobody can use.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from torch.distributed.tensor.debug import visualize_sharding
 
 import sp_compiler
 from sp_compiler import UnsupportedError
-from tests.helpers.ranks import run_on_ranks
+from tests.helpers.ranks import run_on_copies, run_on_ranks
+from tests.helpers.shared_programs import compile_for_ranks, shared_programs
 from tests.helpers.users import net, prepared
 from tests.models import architectures, zoo
 
@@ -75,7 +77,8 @@ def _adapters(folder: Path, tp: int) -> None:
 
 @pytest.mark.slow
 def test_adapters_of_one_rank(tmp_path: Path) -> None:
-    _adapters(tmp_path, 1)
+    with shared_programs():
+        _adapters(tmp_path, 1)
 
 
 def test_full_weights_of_one_rank() -> None:
@@ -98,9 +101,8 @@ def _full(value: Any) -> Tensor:
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
 
 
-def _grouped_queries() -> architectures.Size:
+def _grouped_queries(ranks: int) -> architectures.Size:
     """Widths that all ranks divide: of a fused q, k, v weight the segments are unequal."""
-    ranks = dist.get_world_size()
     return architectures.Size(
         heads=2 * ranks,
         kv=ranks,
@@ -113,10 +115,16 @@ def _grouped_queries() -> architectures.Size:
     )
 
 
-def _true_tensors() -> bool:
+def _compile(size: architectures.Size, tp: int) -> None:
+    with architectures.float64(), shared_programs():
+        compile_for_ranks(
+            architectures.build("phi3", size), architectures.inputs("phi3", size), tp=tp
+        )
+
+
+def _true_tensors(size: architectures.Size) -> bool:
     """Parameters, gradients and state of optimizers are the model's own, of each name."""
-    size = _grouped_queries()
-    with architectures.float64():
+    with architectures.float64(), shared_programs(only_known=True):
         model: Any = architectures.build("phi3", size)
         module: Any = sp_compiler.compile(
             architectures.build("phi3", size), tp=dist.get_world_size()
@@ -169,7 +177,8 @@ def _files(folder: str) -> bool:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("other", "tp"))
     with pytest.raises(UnsupportedError, match=r'"other" of 2 ranks.*fully_shard'):
         sp_compiler.compile(net(), mesh=mesh)
-    _adapters(Path(folder), 2)
+    with shared_programs():
+        _adapters(Path(folder), 2)
     return True
 
 
@@ -177,7 +186,7 @@ def _with_fsdp() -> bool:
     """Two axes: the module tensor-parallel, and wrapped by FSDP over the other one."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     size = architectures.size("dividing", 2)
-    with architectures.float64():
+    with architectures.float64(), shared_programs(only_known=True):
         inputs = architectures.inputs("phi3", size)
         build = lambda: architectures.build("phi3", size)  # noqa: E731
         model: Any = build()
@@ -212,9 +221,11 @@ def _with_fsdp() -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [3, 4])
 def test_tensors_of_grouped_queries_are_true(world_size: int) -> None:
-    assert all(run_on_ranks(world_size, _true_tensors))
+    size = _grouped_queries(world_size)
+    before = functools.partial(_compile, size, world_size)
+    assert all(run_on_copies(world_size, before, _true_tensors, size))
 
 
 @pytest.mark.slow
@@ -224,4 +235,5 @@ def test_files_of_two_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_weights_under_fully_shard() -> None:
-    assert all(run_on_ranks(4, _with_fsdp))
+    before = functools.partial(_compile, architectures.size("dividing", 2), 2)
+    assert all(run_on_copies(4, before, _with_fsdp))

@@ -11,6 +11,7 @@ import contextlib
 import gc
 import warnings
 
+import torch
 import tqdm
 
 from sp_compiler.compiler import build
@@ -20,6 +21,9 @@ from tests.models import zoo
 
 
 def _warm_up() -> None:
+    # With an accelerator a backward starts threads of autograd, after which no fork may run one.
+    if torch.accelerator.current_accelerator() is not None:
+        return
     # Its thread, which watches progress bars, would not be there in the forks.
     tqdm.tqdm.monitor_interval = 0
     # If nothing compiles, the tests say so: an error here would only end the process.

@@ -309,6 +309,6 @@ def test_module_and_completion_as_a_shell_runs_them() -> None:
     shown = subprocess.run([*command, "presets"], cwd=ROOT, capture_output=True, text=True)
     assert shown.returncode == 0, shown.stderr
     assert "mt-nlg-530b" in shown.stdout
-    nothing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert nothing.returncode == 2
-    assert "--install-completion" in nothing.stdout + nothing.stderr
+    nothing = _run()
+    assert nothing.exit_code == 2
+    assert "--install-completion" in nothing.output

@@ -22,8 +22,10 @@ from sp_compiler import api
 from sp_compiler.options import CompileOptions
 from sp_compiler.pipeline_parallel.schedules import schedule_of
 from sp_compiler.planning.planned_program import PlannedProgram
+from sp_compiler.trace.attributes.reads import recorded_attributes
 
-_KNOWN: dict[str, PlannedProgram] = {}
+# With the attributes that forward read, which are a part of the key of a module's programs.
+_KNOWN: dict[str, tuple[PlannedProgram, list[tuple[str, str]]]] = {}
 
 
 @contextlib.contextmanager
@@ -39,11 +41,19 @@ def shared_programs(*, only_known: bool = False) -> Iterator[None]:
     def known_or_built(
         model: nn.Module, args: Any, kwargs: Any, options: CompileOptions, **settings: Any
     ) -> PlannedProgram:
-        key = _key(model, (args, kwargs), options, settings)
+        with mock.patch.object(nn.Module, "__getattribute__", object.__getattribute__):
+            key = _key(model, (args, kwargs), options, settings)
         if key not in _KNOWN:
             assert not only_known, f"not compiled before, on one process: {options}"
-            _KNOWN[key] = build(model, args, kwargs, options, **settings)
-        return _KNOWN[key]
+            with recorded_attributes(model) as reads:
+                program = build(model, args, kwargs, options, **settings)
+            names = [(path, reads.names[id(module)]) for path, module in model.named_modules()]
+            _KNOWN[key] = program, [(path, name) for path, found in names for name in found]
+            return program
+        program, attributes = _KNOWN[key]
+        for path, name in attributes:
+            getattr(model.get_submodule(path), name, None)
+        return program
 
     with mock.patch.object(api, "build", known_or_built):
         yield
@@ -70,7 +80,8 @@ def compile_for_ranks(
         schedule: of the pipeline of two ranks, if there is one.
         options: of :func:`sp_compiler.compile`.
     """
-    checked = CompileOptions.of(tp, options, in_stages=schedule is not None)
+    staged = schedule is not None
+    checked = CompileOptions.of(tp, options, in_stages=staged)  # type: ignore[arg-type]
     checked = replace(checked, ep=ep, layers_apart=fsdp)
     if schedule is not None:
         plan, _ = schedule_of(schedule, None, 2, 4)

@@ -264,12 +264,14 @@ def are_held_by_modules_alone(model: nn.Module) -> bool:
 
     Then no optimizer does, and :func:`optimizers_of` need not scan all objects.
     """
-    tables = [module._parameters for module in model.modules()]
+    # Each once: modules that copy.copy made have one in common.
+    tables = list({id(m._parameters): m._parameters for m in model.modules()}.values())
     # Before anything here refers to one. What the count itself adds is up to the interpreter.
     counts = [_reference_counts(table) for table in tables]
     (of_one,) = _reference_counts({"": object()})
     holders = Counter(id(parameter) for table in tables for parameter in table.values())
-    return all(
+    # A model may have other parameters than its modules do.
+    return all(id(parameter) in holders for parameter in model.parameters()) and all(
         parameter is None or count - of_one < holders[id(parameter)]
         for table, of_table in zip(tables, counts, strict=True)
         for parameter, count in zip(table.values(), of_table, strict=True)

@@ -261,9 +261,7 @@ def _why_product(
         return _why_passed_over(compiled.passed_over[key], shapes, world_size), explain
     reason = f"no way to shard {shapes} over {world_size} ranks"
     if node.target.name().partition(".")[0] in _CONVOLUTIONS:
-        channels = node.meta["val"].shape[1]  # nothing else of it can be sharded
-        if channels % world_size:
-            return f"{reason}: its {channels} channels do not divide", _other_tp([channels])
+        return _why_convolution(node, reason, world_size, explain)
     if any(size % world_size == 0 for size in sizes):
         # A feature, as sharding calls it: what a rule-less operator makes of heads is none.
         why = (
@@ -272,6 +270,19 @@ def _why_product(
         )
         return f"{reason}: {why}", explain
     return f"{reason}: none of its sizes divides", _other_tp(sizes)
+
+
+def _why_convolution(node: Node, reason: str, world_size: int, explain: str) -> tuple[str, str]:
+    """Reason and advice for a convolution, of which the rule shards the groups or the channels."""
+    image, weight = (x.meta["val"].shape for x in tensor_operands(node)[:2])
+    result = node.meta["val"].shape
+    is_transposed = arguments(node).get("transposed", False)
+    groups = (result if is_transposed else image)[1 - len(weight)] // weight[1]
+    num, what = (groups, "groups") if groups > 1 else (result[1 - len(weight)], "channels")
+    if num % world_size == 0:
+        return f"{reason}: what it is computed from is replicated", explain
+    # One channel, of a mask or a wave, is not meant to be split.
+    return f"{reason}: its {num} {what} do not divide", _other_tp([num]) if num > 1 else ""
 
 
 def _why_passed_over(more: PassedOver | None, shapes: str, world_size: int) -> str:

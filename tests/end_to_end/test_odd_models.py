@@ -121,7 +121,8 @@ class DimsOfOthers(nn.Module):
         alike = F.cosine_similarity(y[0], y, dim=1), torch.linalg.vecdot(y[0], y, dim=1)
         twice = torch.cat([y.new_zeros(0), y, y], 0)
         images = self.batch_norms(self.conv(y.transpose(1, 2)))
-        return *alike, torch.diag_embed(y, dim1=0, dim2=1), twice, images
+        one_image = self.conv(y[0].T)
+        return *alike, torch.diag_embed(y, dim1=0, dim2=1), twice, images, one_image
 
 
 class Recurrent(nn.Module):

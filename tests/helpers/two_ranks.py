@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -66,14 +67,14 @@ def train(module: Any, steps: int = 3) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "state": state}
 
 
-def run_checks(checks: Sequence[Callable[[], Any]]) -> dict[str, Any]:
+def run_checks(checks: Sequence[Callable[[], Any]], *, share: bool = True) -> dict[str, Any]:
     """Every check in one group; a failure is returned as text, so that it hides no other.
 
-    Checks share programs, see :func:`shared_programs`.
+    With ``share`` the checks share programs, see :func:`shared_programs`.
     """
     warnings.simplefilter("ignore")
     results: dict[str, Any] = {}
-    with shared_programs():
+    with shared_programs() if share else contextlib.nullcontext():
         for check in checks:
             try:
                 results[check.__name__] = check()

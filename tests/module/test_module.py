@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -91,6 +92,28 @@ def test_models_are_searched_for_optimizers_where_something_else_holds_a_paramet
         del early
         assert are_held_by_modules_alone(model)
     assert not are_held_by_modules_alone(model[2])
+
+
+def test_optimizers_are_found_of_modules_that_share_a_table_and_of_parameters_in_no_module() -> (
+    None
+):
+    shared = nn.Linear(2, 2)
+    copies = nn.Sequential(shared, copy.copy(shared), copy.copy(shared))
+
+    class Hiding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            vars(self)["inner"] = nn.Linear(2, 2)
+
+        def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+            return vars(self)["inner"].parameters(recurse)  # type: ignore[no-any-return]
+
+    assert are_held_by_modules_alone(copies)
+    for model in (copies, Hiding()):
+        early = torch.optim.SGD(model.parameters())
+        with pytest.raises(ArgumentError, match="SGD"):
+            check_not_taken(model)
+        del early
 
 
 @pytest.mark.parametrize("restored", [False, True], ids=["made", "restored"])

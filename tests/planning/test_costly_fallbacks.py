@@ -127,6 +127,28 @@ def test_convolutions_whose_channels_do_not_divide() -> None:
     assert not any("even" in line for line in plan.fallbacks)
 
 
+@pytest.mark.parametrize(
+    ("convolution", "why", "advice"),
+    [
+        (nn.Conv1d(6, 6, 3, groups=3), "its 3 groups do not divide", "Choose a tp that divides 3"),
+        (
+            nn.ConvTranspose1d(6, 6, 3, groups=3),
+            "its 3 groups do not divide",
+            "Choose a tp that divides 3",
+        ),
+        (nn.Conv1d(6, 1, 3), "its 1 channels do not divide", ""),
+    ],
+)
+def test_convolutions_say_what_does_not_divide(
+    convolution: nn.Module, why: str, advice: str
+) -> None:
+    model = nn.Sequential(nn.Conv1d(6, 6, 3), convolution)
+    costly = sp_compiler.plan(model, ((torch.randn(3, 6, 32),), {}), tp=2).costly_fallbacks
+    (item,) = (x for x in costly if x.share.endswith("matrix FLOPs"))
+    assert (item.module, item.advice) == ("1", advice)
+    assert item.reason.endswith(why)
+
+
 class _Scores(nn.Module):
     """Scores of heads that are mixed by a weight, a parameter of its own."""
 

@@ -254,7 +254,7 @@ CHECKS = (
 
 
 def _all() -> dict[str, Any]:
-    return run_checks((*CHECKS, _code))
+    return run_checks((*CHECKS, _code), share=False)
 
 
 @pytest.fixture(scope="module")

@@ -179,15 +179,16 @@ def _grouped_mm_backward(node: Node) -> OpRule:
 
 def _local_groups(call: LocalCall) -> int:
     """The groups of channels that one rank has."""
-    given = call.arguments
+    given, weight = call.arguments, call.shape("weight")
     # A weight has the inputs of one group, one that is transposed the outputs.
     if not given.get("transposed", False):
-        channels = call.shape("input")[1]
+        image = call.shape("input")
     elif "grad_output" in given:
-        channels = call.shape("grad_output")[1]
+        image = call.shape("grad_output")
     else:
-        channels = call.result_shapes[0][1]
-    return channels // call.shape("weight")[1]
+        image = call.result_shapes[0]
+    # From the end: there may be no batch dim.
+    return image[1 - len(weight)] // weight[1]
 
 
 @rule(

@@ -33,8 +33,9 @@ def shared_programs(*, only_known: bool = False) -> Iterator[None]:
     """Context in which equal models with equal inputs and options are compiled once a process.
 
     Models are equal if they are of one class, and so are all modules inside, with equal numbers and
-    texts as attributes, parameters and buffers of the same kind, and as many hooks. With
-    ``only_known`` a program that :func:`compile_for_ranks` has not made is an error.
+    texts as attributes, and functions of the same names there and as hooks, and parameters and
+    buffers of the same kind. With ``only_known`` a program that :func:`compile_for_ranks` has not
+    made is an error.
     """
     build = api.build
 
@@ -118,13 +119,19 @@ def _attributes(module: nn.Module) -> str:
     for name, value in vars(module).items():
         if name.startswith("_sp_"):  # that its parameters have been taken over
             continue
-        if isinstance(value, bool | int | float | str | None):
+        if isinstance(value, bool | int | float | str | tuple | None):
             found[name] = value
         elif "_hooks" in name:
-            found[name] = len(value)
+            found[name] = list(map(_name, value.values()))
         elif name == "config":
             found[name] = repr(value)
+        elif callable(value) and not isinstance(value, nn.Module):
+            found[name] = _name(value)
     return str(found)
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__qualname__", type(function).__qualname__)
 
 
 def _facts(value: Any) -> str:

@@ -126,7 +126,7 @@ def _say_compiled_again(
         changed += differences(old, key, state.modules, state.parameters, before)
     how = ""
     if open_dims:
-        how = ", once for all other sizes: it takes about five times as long as the first time"
+        how = ", once for all other sizes: it takes about three times as long as the first time"
     if padded:
         how += "; inputs padded to one size avoid it"
     model = type(state.original.model).__name__

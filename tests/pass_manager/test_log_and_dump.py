@@ -49,7 +49,7 @@ def test_a_later_call_says_what_it_compiles_for(
     assert not caplog.messages
     module(torch.randn(6, 8))
     module(torch.randn(9, 8))
-    sizes = "input float32 (6, 8), once for all other sizes: it takes about five times as long"
+    sizes = "input float32 (6, 8), once for all other sizes: it takes about three times as long"
     padded = " as the first time; inputs padded to one size avoid it"
     module.eval()(torch.randn(6, 8))
     mode = "eval()"

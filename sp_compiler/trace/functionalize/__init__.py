@@ -3,7 +3,8 @@
 ``ExportedProgram.run_decompositions`` does that by tracing the graph again, which takes as long as
 the export. Most models do not write in place in forward. For them it is enough to inline the
 subgraphs and to replace the few composite operators that may return a view of their operand
-(``to``, ``contiguous``, ``chunk`` ...) by the operators that they run for this shape and dtype.
+(``to``, ``contiguous``, ``chunk`` ...) by the operators that they run for this shape and dtype,
+also where sizes are left open.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram, exported_program
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
@@ -149,15 +151,19 @@ def _nodes(module: GraphModule) -> Iterator[Node]:
 
 
 def _is_simple(node: Node) -> bool:
-    """Return whether the node writes nothing in place and its value consists of plain tensors of
-    fixed size."""
+    """Return whether the node writes nothing in place and its value consists of plain tensors and
+    sizes that the inputs tell."""
     for leaf in pytree.tree_leaves(node.meta.get("val")):
-        if isinstance(leaf, Tensor):
-            if type(leaf) is not FakeTensor or leaf._has_symbolic_sizes_strides or leaf.is_conj():
-                return False
-        elif isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
+        if isinstance(leaf, Tensor) and (type(leaf) is not FakeTensor or leaf.is_conj()):
+            return False
+        if isinstance(leaf, torch.SymFloat | torch.SymBool):
+            return False
+        # A number of rows that depends on data, as those of a mask.
+        if isinstance(leaf, Tensor | torch.SymInt) and free_unbacked_symbols(leaf):
             return False
     if node.op != "call_function" or node.target in (operator.getitem, SET_GRAD):
+        return True
+    if isinstance(node.meta["val"], torch.SymInt):
         return True
     if not isinstance(node.target, OpOverload) or node.target._schema.is_mutable:
         return False

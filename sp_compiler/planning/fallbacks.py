@@ -1,8 +1,8 @@
 """Parameters and operators that stay replicated, and why; this costs speed, never correctness.
 
-They are derived from the sharded program instead of being recorded during sharding: the placements
-of its nodes show the choices, including operators that the check rejected later and regions that a
-budget duplicates, and looking up a rule again is cheap (1 to 2 ms for a GPT or a Llama).
+They are derived from the sharded program, not recorded during sharding: the placements of its nodes
+show the choices, also of operators that the check rejected later and of regions that a budget
+duplicates, and looking up a rule again is cheap (1 to 2 ms for a GPT or a Llama).
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ _ATTENTION = _aten.scaled_dot_product_attention.default
 _SOFTMAX = frozenset({_aten.softmax.int, _aten._softmax.default, _aten._safe_softmax.default})
 _CONVOLUTIONS = frozenset({"aten::convolution", *(f"aten::conv{n}d" for n in (1, 2, 3))})
 
-# The cost model replicates a small matrix (a LoRA factor, a classifier) or a loss over few classes
-# because a collective takes longer than the copy; only where the copies are a burden is its choice
-# worth a word.
+# A small matrix (a LoRA factor, a classifier) or a loss over few classes is replicated where a
+# collective takes longer than the copy; only where copies are a burden is that worth a word.
 _CHOICE_BYTES = 1 << 20
 
 
@@ -51,15 +50,13 @@ class Fallback:
 
     Attributes:
         subject: the parameter, or the operator and its module.
-        module: path of the module in the user's model, or the line in the model's own forward, or
-            the name of the parameter.
+        module: path of the module, or the line in the model's forward, or the parameter.
         reason: why it is not sharded.
         advice: what to do about it, "" if unknown.
         flops: matrix FLOPs of its forward in one step.
         num_bytes: bytes of the replicated parameters; 0 if the choice is unimportant.
         is_attention: whether it is a product inside an attention core.
-        has_rule: whether it could be sharded at other sizes; an operator without a rule may also
-            prevent its neighbours from being sharded.
+        has_rule: whether it could be sharded at other sizes; one without may keep others whole.
     """
 
     subject: str
@@ -139,8 +136,7 @@ def _why(name: str, node: Node, world_size: int) -> tuple[str, str, bool]:
     """Return the reason, advice, and whether it could be sharded but the cost model chose
     otherwise."""
     shape = node.meta["val"].shape
-    # From the least to the most avoidable: a size that does not divide holds for any rule, a
-    # missing rule for any cost, and what is left was the solver's choice.
+    # From the least to the most avoidable: a size holds for any rule, a missing rule for any cost.
     if all(size % world_size for size in shape):
         return f"no dim divides by {world_size}, nor does padding one pay", _other_tp(shape), False
     for user in node.users:
@@ -275,10 +271,9 @@ def _why_product(
 def _why_convolution(node: Node, reason: str, world_size: int, explain: str) -> tuple[str, str]:
     """Reason and advice for a convolution, of which the rule shards the groups or the channels."""
     image, weight = (x.meta["val"].shape for x in tensor_operands(node)[:2])
-    result = node.meta["val"].shape
-    is_transposed = arguments(node).get("transposed", False)
-    groups = (result if is_transposed else image)[1 - len(weight)] // weight[1]
-    num, what = (groups, "groups") if groups > 1 else (result[1 - len(weight)], "channels")
+    result, axis = node.meta["val"].shape, 1 - len(weight)
+    groups = (result if arguments(node).get("transposed") else image)[axis] // weight[1]
+    num, what = (groups, "groups") if groups > 1 else (result[axis], "channels")
     if num % world_size == 0:
         return f"{reason}: what it is computed from is replicated", explain
     # One channel, of a mask or a wave, is not meant to be split.

@@ -270,10 +270,9 @@ def _why_product(
 
 def _why_convolution(node: Node, reason: str, world_size: int, explain: str) -> tuple[str, str]:
     """Reason and advice for a convolution, of which the rule shards the groups or the channels."""
-    image, weight = (x.meta["val"].shape for x in tensor_operands(node)[:2])
-    result, axis = node.meta["val"].shape, 1 - len(weight)
-    groups = (result if arguments(node).get("transposed") else image)[axis] // weight[1]
-    num, what = (groups, "groups") if groups > 1 else (result[axis], "channels")
+    groups, weight = arguments(node).get("groups", 1), tensor_operands(node)[1].meta["val"]
+    channels = node.meta["val"].shape[1 - weight.dim()]
+    num, what = (groups, "groups") if groups > 1 else (channels, "channels")
     if num % world_size == 0:
         return f"{reason}: what it is computed from is replicated", explain
     # One channel, of a mask or a wave, is not meant to be split.

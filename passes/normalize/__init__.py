@@ -88,6 +88,7 @@ def normalize(captured: Captured, dropout: Literal["regenerate", "stored"] = "re
     split_composites(graph, known=_REWRITTEN)
     canonical_operators(graph)
     _drop_copies(graph)
+    _move_constants(captured)
     _canonical_views(graph)
     _splits_with_sizes(graph)
     make_dims_negative(graph)
@@ -137,6 +138,26 @@ def _drop_copies(graph: Graph) -> None:
     for node in calls(graph, _aten.detach.default):
         if not node.args[0].meta["requires_grad"]:
             replace_with(node, node.args[0])
+
+
+def _move_constants(captured: Captured) -> None:
+    """Move constants that are needed on another device alone: a step would copy them each time.
+
+    On a GPU the host would wait for the copy, which cannot be recorded (``cuda_graphs``).
+    """
+    graph = captured.module.graph
+    for node, ref in zip(graph.find_nodes(op="placeholder"), captured.refs, strict=True):
+        moves = [user for user in node.users if is_call(user, _aten._to_copy.default)]
+        devices = {move.meta["val"].device for move in moves}
+        if ref.kind != "constant" or len(moves) < len(node.users) or len(devices) != 1:
+            continue
+        (device,) = devices
+        captured.constants[ref.name] = captured.constants[ref.name].to(device)
+        node.meta["val"] = node.meta["val"].to(device)
+        for move in moves:
+            move.kwargs = {key: value for key, value in move.kwargs.items() if key != "device"}
+            if not move.kwargs:
+                replace_with(move, node)
 
 
 def _canonical_views(graph: Graph) -> None:

@@ -34,11 +34,10 @@ def canonical_operators(graph: Graph) -> None:
     """Rewrite in place; each form on the left becomes the one on the right.
 
     - ``&`` -> ``bitwise_and``; ``t()``, ``.T`` -> ``transpose``, ``permute``
-    - ``x.type_as(y)`` -> a cast of ``x``, or ``x``
+    - ``x.type_as(y)`` -> a cast of ``x``, or ``x``; ``x @ w.T`` -> ``linear(x, w)``
     - ``copy(x, y)``, ``fill(x, y)`` -> ``y``, cast and expanded
     - ``expand_as``, ``reshape_as``, ``view_as`` -> ``expand``, ``reshape``
     - ``broadcast_tensors(x, y)[i]`` -> ``expand`` of one
-    - ``x @ w.T`` -> ``linear(x, w)``
     - ``einsum`` -> ``matmul`` or ``linear``, sums and moves of dims, see :func:`.einsum.contract`
     - ``adaptive_avg_pool`` to one element -> ``mean``
     - ``glu(x)`` -> ``a * sigmoid(b)`` of the halves of ``x``
@@ -209,18 +208,20 @@ def _type_as(node: Node) -> None:
 
 
 def _copy(node: Node) -> None:
-    # No value is ever written: a copy over another is the source, in the other's shape and dtype.
-    _expand_to(node, _cast(node, node.args[1], node.meta["val"].dtype))
+    # No value is ever written: a copy over another is the source, in the other's shape and dtype,
+    # and on its device: a number that is written into a tensor on a GPU comes from the CPU.
+    value = node.meta["val"]
+    _expand_to(node, _cast(node, node.args[1], value.dtype, value.device))
 
 
 def _fill(node: Node) -> None:
     _replace_by_factory(node, "full", arguments(node)["value"])
 
 
-def _cast(node: Node, x: Any, dtype: torch.dtype) -> Node:
-    if x.meta["val"].dtype is dtype:
-        return x
-    return insert_call(node, _aten._to_copy.default, (x,), {"dtype": dtype}, origin=_ORIGIN)
+def _cast(node: Node, x: Any, dtype: torch.dtype, device: torch.device | None = None) -> Node:
+    wanted, given = {"dtype": dtype, "device": device}, x.meta["val"]
+    new = {key: value for key, value in wanted.items() if value not in (None, getattr(given, key))}
+    return insert_call(node, _aten._to_copy.default, (x,), new, origin=_ORIGIN) if new else x
 
 
 def _expand_as(node: Node) -> None:

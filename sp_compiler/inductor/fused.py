@@ -115,11 +115,11 @@ class Fused:
     def _rank_beside(
         self, values: Sequence[Any], rank: int | Tensor, traced_on: torch.device
     ) -> Tensor:
-        if isinstance(rank, Tensor):
-            return rank
         # A function may take sizes, or nothing but the rank: then it is where it was traced.
         devices = (value.device for value in values if isinstance(value, Tensor))
-        device = next(devices, traced_on)
+        device = next((each for each in devices if each.type == traced_on.type), traced_on)
+        if isinstance(rank, Tensor):
+            return rank.to(device)
         key = rank, device
         if key not in self._rank_tensors:
             self._rank_tensors[key] = torch.tensor(rank, device=device)

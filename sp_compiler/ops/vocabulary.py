@@ -14,6 +14,7 @@ from sp_compiler.ops.communicator import Communicator
 from sp_compiler.ops.gpu.id_checks import IdBounds, require_in_range
 from sp_compiler.ops.registry import Arguments, Collective, Gradient, Operator, Typing, register
 
+_aten = torch.ops.aten
 _sp = torch.ops.sp_compiler
 
 
@@ -34,8 +35,9 @@ def vocab_embedding_backward(tp: Communicator, grad: Tensor, ids: Tensor, num_ro
     local, is_elsewhere = local_ids(tp, ids, num_rows)
     # A row of another rank adds zeros to one of this: an index must be in range, and shapes must
     # not depend on how many ids are here.
-    grad = grad.masked_fill(is_elsewhere.unsqueeze(-1), 0).reshape(-1, grad.shape[-1])
-    return grad.new_zeros(num_rows, grad.shape[-1]).index_add_(0, local.reshape(-1), grad)
+    grad = grad.masked_fill(is_elsewhere.unsqueeze(-1), 0)
+    # As torch's own lookup has it: on a GPU, sums of 16 bits would be rounded with every token.
+    return _aten.embedding_dense_backward(grad, local, num_rows, -1, False)
 
 
 def vocab_nll(

@@ -204,13 +204,23 @@ def watched_group(
     kind: str = "tensor-parallel group",
     data: DataAxes | None = None,
 ) -> TensorParallelGroup:
-    """Return the group of a one-dimensional mesh, with a board; ``kind`` is its name in
-    messages."""
+    """Return the group of a one-dimensional mesh, with a board; ``kind`` is its name in messages.
+
+    Raises:
+        ArgumentError: tensors of an accelerator would go through gloo.
+    """
     data = data or DataAxes()
     group = axis.get_group()
     rank, size = dist.get_rank(group), axis.size()
     if dist.get_backend(group) in _ONE_PROCESS:
         return TensorParallelGroup(axis, Communicator(group, rank, size), rank_timeout, data=data)
+    if axis.device_type != "cpu" and is_gloo(group, axis.device_type):
+        # Seen with torch 2.11 on an H100: its functional collectives kill the process.
+        raise ArgumentError(
+            f'the {kind} sends tensors of "{axis.device_type}" through gloo, with which PyTorch '
+            'crashes; give it a backend for that device: init_process_group("nccl"), or '
+            'init_process_group("cpu:gloo,cuda:nccl")'
+        )
     board, boards = failure_board(group, kind, rank_timeout), _data_boards(data, rank_timeout)
     if axis.device_type != "cpu" or not is_gloo(group):
         communicator = Communicator(group, rank, size)

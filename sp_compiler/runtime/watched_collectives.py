@@ -35,11 +35,11 @@ def outside_modes() -> AbstractContextManager[Any]:
     return nullcontext() if _get_current_dispatch_mode() is None else _disable_current_modes()
 
 
-def is_gloo(process_group: dist.ProcessGroup) -> bool:
-    """Return whether CPU tensors of the group go through gloo."""
+def is_gloo(process_group: dist.ProcessGroup, device_type: str = "cpu") -> bool:
+    """Return whether tensors of the group on a device of that type go through gloo."""
     try:
-        return process_group._get_backend(torch.device("cpu")).name() == "gloo"
-    except RuntimeError:  # a group for accelerators alone
+        return process_group._get_backend(torch.device(device_type)).name() == "gloo"
+    except RuntimeError:  # a group for other devices alone
         return False
 
 

@@ -27,6 +27,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._sympy.value_ranges import ValueRanges
 
+from sp_compiler.codegen.backends.inductor import _device_of
 from sp_compiler.inductor.fused import Fused, TracingRank, first_line
 from sp_compiler.inductor.lowering import _PINNED, _arrangement
 from sp_compiler.inductor.shortcuts import (
@@ -350,3 +351,16 @@ def test_reasons_are_the_same_on_all_ranks() -> None:
         first_line(ValueError(f"{first_line} is none\nand more")) == "<function first_line> is none"
     )
     assert first_line(KeyError()) == "KeyError"
+
+
+@pytest.mark.parametrize("rank", [1, torch.tensor(1)])
+def test_the_rank_is_a_number_on_the_device(rank: Any) -> None:
+    """Of one on the CPU, Inductor's code for a GPU asks the host, which waits if it is not there.
+
+    A number on the CPU may be among the inputs, and the first of them.
+    """
+    inputs = [torch.tensor(0.5), torch.empty(2, device="meta"), 3]
+    assert _device_of(inputs).type == "meta"
+    assert _device_of([torch.tensor(0.5), 3]).type == _device_of([]).type == "cpu"
+    given = Fused(torch.relu)._rank_beside(inputs, rank, torch.device("meta"))
+    assert (given.device.type, given.dtype, given.shape) == ("meta", torch.int64, ())

@@ -6,6 +6,7 @@ a number off it, which would wait, raises.
 
 from __future__ import annotations
 
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sp_compiler.base.errors import ArgumentError
 from sp_compiler.ops.communicator import Communicator
-from sp_compiler.runtime.group import TensorParallelGroup, broadcast, forward_seed
+from sp_compiler.runtime.group import TensorParallelGroup, broadcast, forward_seed, watched_group
 from sp_compiler.runtime.rank_checks import RankAgreement, _Kind
 
 DEVICE = "meta"
@@ -80,3 +82,13 @@ def test_numbers_of_inputs_are_gathered_on_the_device() -> None:
     with _Copies(), pytest.raises(_Sent):
         agreement._gather_on_device(_Kind(3), values, dict)
     assert [tensor.device.type for tensor in gathered] == [DEVICE]
+
+
+def test_gloo_is_refused_for_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch would crash: no error, and no rank that could tell."""
+    gloo = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(name=lambda: "gloo"))
+    axis: Any = SimpleNamespace(device_type="cuda", get_group=lambda: gloo, size=lambda: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
+    with pytest.raises(ArgumentError, match=r'sends tensors of "cuda" through gloo.*"nccl"'):
+        watched_group(axis, timedelta(seconds=1))

@@ -79,8 +79,10 @@ def _trace(parts: Partitioned, code: Any, world_size: int) -> str:
     mode = fake_mode_of(parts.forward)
     try:
         with mode, torch.no_grad():
-            tp = TracingRank(torch.zeros((), dtype=torch.int64, device="cpu"), world_size)
-            _, saved = code.forward(tp, *_inputs(parts.forward))
+            inputs = _inputs(parts.forward)
+            rank = torch.zeros((), dtype=torch.int64, device=_device_of(inputs))
+            tp = TracingRank(rank, world_size)
+            _, saved = code.forward(tp, *inputs)
             if parts.backward is not None:
                 code.backward(tp, saved, *_inputs(parts.backward)[len(saved) :])
             if parts.ahead is not None:
@@ -100,6 +102,14 @@ def _trace(parts: Partitioned, code: Any, world_size: int) -> str:
     except Exception as error:  # a statement between the functions may need real numbers
         return first_line(error)
     return ""
+
+
+def _device_of(inputs: Sequence[Any]) -> torch.device:
+    """Return the device where functions of ``inputs`` run."""
+    # Of a number on the CPU, Inductor's code for a GPU is given the value by the host, which would
+    # wait for a rank that is on the GPU; and a number may be the first of the inputs.
+    devices = [x.device for x in inputs if isinstance(x, Tensor)]
+    return next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
 
 
 def _inputs(graph: Graph) -> list[Any]:

@@ -37,13 +37,25 @@ class DeviceGraph:
             # Of this thread alone: those of a data loader may allocate pinned memory meanwhile.
             capture_error_mode="thread_local",
         )
-        # What fails to be recorded leaves its stream as the current one.
-        with torch.cuda.stream(torch.cuda.current_stream(self._device)), recording:
-            return function()
+        try:
+            # What fails to be recorded leaves its stream as the current one.
+            with torch.cuda.stream(torch.cuda.current_stream(self._device)), recording:
+                return function()
+        except BaseException:
+            _leave_recording(self._device)
+            raise
 
     def replay(self) -> None:
         """Run the recorded kernels."""
         self._graph.replay()
+
+
+def _leave_recording(device: torch.device) -> None:
+    """Let the default generator draw again, which a recording that fails leaves in its own state:
+    every random number of the process would raise an error."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    generator = torch.cuda.default_generators[index]
+    generator.graphsafe_set_state(generator.clone_state())
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,13 +24,12 @@ Step = Callable[[], object]
 PRODUCT = "sp_compiler"
 PRODUCT_TP = "sp_compiler TP"
 """Without sequence parallelism, as contenders whose name ends alike."""
-PRODUCT_GRAPHS = "sp_compiler, cuda_graphs"
 
 
 def random_ids(config: GPTConfig, batch: int, length: int) -> Tensor:
     """(b, s) token ids, the same on every rank."""
     generator = torch.Generator().manual_seed(1)
-    return torch.randint(config.vocab_size, (batch, length), generator=generator)
+    return torch.randint(config.vocab_size, (batch, length), generator=generator, device="cpu")
 
 
 def plain_gpt(config: GPTConfig) -> PlainGPT:
@@ -56,7 +55,7 @@ def compiled(
     recompute: str,
     tp: int,
     sp: bool = True,
-    cuda_graphs: bool = False,
+    **options: Any,
 ) -> Step:
     """This project."""
     model = sp_compiler.compile(
@@ -64,7 +63,7 @@ def compiled(
         tp=tp,
         sequence_parallel=sp,
         recompute=recompute,
-        cuda_graphs=cuda_graphs,
+        **options,
         example_inputs=((ids,), {"labels": ids}),
     )
 

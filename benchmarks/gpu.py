@@ -1,14 +1,16 @@
 """Measurements on an accelerator: memory against plans, numbers against the CPU, times of peers.
 
-    python -m benchmarks.gpu [--device cuda] [--only memory numbers slices] [--small] [--write]
+    python -m benchmarks.gpu [--device cuda] [--only memory numbers] [--small] [--write]
 
 memory    bytes kept and the peak of a step of ten models as planned, as the operators made them,
           and as the allocator counted them, one rank
 numbers   loss and gradients of the same models on the device against the CPU, dropout included
 slices    one rank's part of 8 of a layer of the paper's 22B and 175B and of Llama-3-70B, the other
-          ranks being a fake process group whose collectives cost nothing: the product beside
-          hand-written Megatron-style layers, and beside the unsharded layer in eager mode; on an
-          accelerator also with steps that are replayed
+          ranks being a fake process group whose collectives cost nothing: the product, eager,
+          compiled by Inductor and, on an accelerator, replayed, beside hand-written Megatron-style
+          layers, and beside the unsharded layer in eager mode
+trace     kernels of a step of the 22B layer with dropout and "selective"; ``--write`` also keeps
+          the profiler's trace, for a browser (``chrome://tracing``)
 
 ``--device cpu --small`` runs all of it without an accelerator: its logic, not its figures.
 """
@@ -16,44 +18,57 @@ slices    one rank's part of 8 of a layer of the paper's 22B and 175B and of Lla
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
-import statistics
+import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
 import sp_compiler
-from benchmarks import contenders
-from benchmarks.contenders import PRODUCT, PRODUCT_GRAPHS, Step
-from benchmarks.measure import PeakRecorder, alternate, loss_of, ratio
-from benchmarks.models import PAPER_SETUPS, GPTConfig
-from benchmarks.peers.recompute import Recompute
-from benchmarks.performance import RESULTS, save
+from benchmarks.gpu_slices import DROPOUT, KernelRow, SliceRow, slices, trace
+from benchmarks.measure import PeakRecorder, loss_of
+from benchmarks.performance import RESULTS, markdown_table, save
 from tests.models import architectures
 from tests.models.architecture import Size
 
 MODELS = (
     "gpt2", "llama", "mixtral", "gemma2", "phi3", "falcon", "bert", "t5", "whisper", "nanogpt",
 )  # fmt: skip
-RANKS = 8
-DROPOUT = 0.1
-RECOMPUTES = ("none", "selective")
-PARTS = ("memory", "numbers", "slices")
-LARGE = Size(16, 8, 1024, 4096, 32000, 2, 512, 8, DROPOUT)
+FILE = RESULTS / "gpu.json"
+PAGE = Path(__file__).parents[1] / "docs" / "gpu.md"
+PARTS = ("memory", "numbers", "slices", "trace")
+# As many tokens as all of the models have positions.
+LARGE = Size(16, 8, 1024, 4096, 32000, 16, 64, 8, DROPOUT)
 SMALL = replace(architectures.size("dividing", 1), dropout=DROPOUT)
-# The vocabulary is small: the head would hide the layer.
-_LAYER_VOCABULARY = 1024
+
+
+_HEAD = """# On a GPU
+
+Written by `python -m benchmarks.gpu --write` from real runs; not edited by hand. `pytest -m slow
+tests/test_cuda.py` has more comparisons, among them masks to the bit and replayed steps.
+"""
+_ABOUT = {
+    "memory": "Bytes of a step on one rank, float32: what the plan says, what the operators made, "
+    "and what was requested from CUDA's allocator. *kept* is between forward and backward; a peak "
+    "is without parameters, and without their gradients unless it says so.",
+    "numbers": "Loss and gradients on the GPU against the CPU, float32, dropout 0.1, relative to "
+    "the loss and to the largest gradient.",
+    "slices": "One rank's part of 8 of a layer of a large model, bfloat16, milliseconds; "
+    "collectives cost nothing. *ratio* is to the first contender of a setting, *over none* to the "
+    "same contender without recomputation. The hand-written layers use PyTorch's own dropout and "
+    'recompute the attention core for "selective".',
+    "trace": "The kernels of a step of the 22B layer with dropout 0.1 and `selective`, generated "
+    "code as it is.",
+}
 
 
 @dataclass(frozen=True)
@@ -85,17 +100,14 @@ class NumbersRow:
     gradient_error: float
 
 
-@dataclass(frozen=True)
-class SliceRow:
-    """One contender: ``ratio`` is the product's time in units of this contender's."""
+_COLUMNS = {
+    "memory": tuple(MemoryRow.__annotations__),
+    "numbers": tuple(NumbersRow.__annotations__),
+    "slices": tuple(SliceRow.__annotations__),
+    "trace": tuple(KernelRow.__annotations__),
+}
 
-    setting: str
-    contender: str
-    step_ms: float
-    ratio: float
-
-
-Row = MemoryRow | NumbersRow | SliceRow
+Row = MemoryRow | NumbersRow | SliceRow | KernelRow
 
 
 def memory(device: str, size: Size) -> Iterator[MemoryRow]:
@@ -174,111 +186,31 @@ def _model(name: str, size: Size, device: str) -> tuple[nn.Module, dict[str, Ten
     }
 
 
-def slices(device: str, *, small: bool, rounds: int) -> Iterator[SliceRow]:
-    """The product, hand-written layers and the unsharded layer, dropout on and off."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
-    try:
-        for label, config, batch in _layers(small=small):
-            ids = contenders.random_ids(config, batch, config.num_positions).to(device)
-            for dropout in (0.0, DROPOUT):
-                sized = replace(config, dropout=dropout, attention_dropout=dropout)
-                for recompute in RECOMPUTES:
-                    setting = f"{label}, dropout={dropout}, recompute={recompute}"
-                    with _on(device):
-                        steps = _gpt_steps(sized, ids, recompute)
-                    yield from _timed(setting, device, steps, rounds)
-        for recompute in RECOMPUTES:
-            with _on(device):
-                steps = _llama_steps(device, recompute, small=small)
-            setting = f"Llama-3-70B, recompute={recompute}"
-            yield from _timed(setting, device, steps, rounds)
-    finally:
-        dist.destroy_process_group()
+def page(results: Mapping[str, Any]) -> str:
+    """The text of ``docs/gpu.md``."""
+    paragraphs = [_HEAD]
+    for part, about in _ABOUT.items():
+        if part not in results:
+            continue
+        rows = results[part]["rows"]
+        size = ", sizes of the tests" if results[part]["small"] else ""
+        paragraphs += [
+            f"## {part.capitalize()}\n\n{about}\n\nOn {results[part]['machine']}{size}.\n",
+            markdown_table(
+                [name.replace("_", " ") for name in _COLUMNS[part]],
+                [[_cell(row[name]) for name in _COLUMNS[part]] for row in rows],
+            ),
+        ]
+    return "\n".join(paragraphs)
 
 
-def _layers(*, small: bool) -> Iterator[tuple[str, GPTConfig, int]]:
-    for label in ("gpt-22b", "gpt3-175b"):
-        setup = PAPER_SETUPS[label]
-        config = replace(setup.model, num_layers=1, vocab_size=_LAYER_VOCABULARY)
-        if small:
-            config = replace(config, hidden_size=64, num_heads=8, num_positions=32)
-        yield label, config, setup.micro_batch
+def _cell(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-@contextlib.contextmanager
-def _on(device: str) -> Iterator[None]:
-    """New tensors are on ``device``, and of 16 bits on an accelerator."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32 if device == "cpu" else torch.bfloat16)
-    try:
-        with torch.device(device):
-            yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def _gpt_steps(config: GPTConfig, ids: Tensor, recompute: str) -> dict[str, Step]:
-    # The peers, which lack the product's "selective", recompute the attention core.
-    by_hand: Recompute = "attention" if recompute == "selective" else "none"
-    recorded = (
-        {PRODUCT_GRAPHS: contenders.compiled(config, ids, recompute, RANKS, cuda_graphs=True)}
-        if ids.is_cuda
-        else {}
-    )
-    return {
-        PRODUCT: contenders.compiled(config, ids, recompute, RANKS),
-        **recorded,
-        "Megatron style TP+SP": contenders.megatron_style(config, ids, by_hand, sp=True),
-        "eager, unsharded": contenders.eager(config, ids, by_hand),
-    }
-
-
-def _llama_steps(device: str, recompute: str, *, small: bool) -> dict[str, Step]:
-    """A layer of Llama-3-70B; no part of a rank is written by hand for it."""
-    sizes = (
-        {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8}
-        if small
-        else {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}
-    )
-    config = transformers.LlamaConfig(
-        vocab_size=_LAYER_VOCABULARY, num_hidden_layers=1, num_key_value_heads=8, **sizes
-    )
-    generator = torch.Generator().manual_seed(1)
-    shape = (2, 16) if small else (1, 8192)
-    ids = torch.randint(_LAYER_VOCABULARY, shape, generator=generator, device="cpu").to(device)
-
-    def model() -> Any:
-        torch.manual_seed(0)
-        return transformers.LlamaForCausalLM(config)
-
-    inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
-    module: Any = sp_compiler.compile(
-        model(), tp=RANKS, recompute=recompute, example_inputs=((), inputs)
-    )
-    unsharded = model()
-
-    def step(of: Any) -> Step:
-        def run() -> None:
-            of.zero_grad(set_to_none=True)
-            of(**inputs).loss.backward()
-
-        return run
-
-    return {PRODUCT: step(module), "eager, unsharded": step(unsharded)}
-
-
-def _timed(setting: str, device: str, steps: Mapping[str, Step], rounds: int) -> Iterator[SliceRow]:
-    def ended(step: Step) -> Step:
-        def run() -> None:
-            step()
-            if device != "cpu":
-                torch.cuda.synchronize()  # a launch returns long before its kernel ends
-
-        return run
-
-    times = alternate({name: ended(step) for name, step in steps.items()}, rounds=rounds)
-    for name, values in times.items():
-        yield SliceRow(setting, name, statistics.median(values), ratio(times, PRODUCT, name))
+def _keep(part: str, rows: list[dict[str, Any]], *, small: bool) -> None:
+    save(FILE, part, rows, small=small)
+    PAGE.write_text(page(json.loads(FILE.read_text())))
 
 
 def main() -> None:
@@ -295,10 +227,12 @@ def main() -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     size = SMALL if options.small else LARGE
+    path = RESULTS / "gpu_trace.json.gz" if options.write else None
     makers: dict[str, Callable[[], Iterator[Row]]] = {
         "memory": lambda: memory(options.device, size),
         "numbers": lambda: numbers(options.device, size),
         "slices": lambda: slices(options.device, small=options.small, rounds=options.rounds),
+        "trace": lambda: trace(options.device, small=options.small, path=path),
     }
     for part in options.only:
         rows = [asdict(row) for row in makers[part]()]
@@ -307,7 +241,7 @@ def main() -> None:
             table.add_row(*(f"{x:.3g}" if isinstance(x, float) else str(x) for x in row.values()))
         Console().print(table)
         if options.write:
-            save(RESULTS / "gpu.json", part, rows, small=options.small)
+            _keep(part, rows, small=options.small)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ With ``--write`` each result goes to ``benchmarks/results/inductor.json`` as soo
 and all of them to ``docs/inductor.md``; ``--missing`` then goes on where an earlier run was cut,
 and ``--seconds`` starts nothing new after that time. Kernels are kept in Inductor's own cache.
 With ``--emitted`` the kernels are not C++ but the Triton code that Inductor emits for a GPU,
-interpreted; the results go to ``benchmarks/results/inductor_emitted.json``.
+interpreted; the results go to ``benchmarks/results/inductor_emitted.json``. With ``--device cuda``
+the GPU runs it; the results go to ``benchmarks/results/inductor_gpu.json``.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from tests.models import architectures
 
 FILE = RESULTS / "inductor.json"
 EMITTED = RESULTS / "inductor_emitted.json"
+ON_GPU = RESULTS / "inductor_gpu.json"
 KERNELS = RESULTS / "inductor_kernels.json"
 PAGE = Path(__file__).parents[1] / "docs" / "inductor.md"
 RANKS = (1, 2, 4)
@@ -71,7 +73,12 @@ dropout probability set to 0.1, on 1, 2 and 4 simulated ranks.
 
 Several numbers in a cell belong to the ranks in the second column.
 """
-_ON_GPU = """## Code for a GPU, interpreted
+_ON_GPU = """## On a GPU
+
+The same on a GPU, which runs the Triton code itself; both sides are on the GPU. Written by
+`python -m benchmarks.inductor --device cuda --write`.
+"""
+_EMITTED = """## Code for a GPU, interpreted
 
 The same for the Triton code that Inductor emits for a GPU, without one: Triton interprets each
 kernel with NumPy, PyTorch computes the products. Written by
@@ -119,30 +126,37 @@ class Record:
         return within and not self.masks_differ
 
 
-def case(name: str) -> tuple[parity.Case, Grads]:
+def case(name: str, device: str = "cpu") -> tuple[parity.Case, Grads]:
     """``name`` captured in float32, in training mode, with dropout; and its float64 gradients."""
     size = replace(architectures.size("dividing", max(RANKS)), dropout=DROPOUT)
-    model = architectures.build(name, size).float()
+    model = architectures.build(name, size).float().to(device)
     inputs = architectures.inputs(name, size)
-    found = parity.make_case(model, _cast(inputs, torch.float32), lift_casts=False)
+    seed = parity.SEED.to(device)
+    floats = _cast(inputs, torch.float32, device)
+    found = parity.make_case(model, floats, lift_casts=False, seed=seed)
     with architectures.float64():
-        exact = parity.make_case(model.double(), _cast(inputs, torch.float64))
+        exact = parity.make_case(model.double(), _cast(inputs, torch.float64, device), seed=seed)
     return found, exact.grads
 
 
-def _cast(inputs: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+def _cast(inputs: Mapping[str, Any], dtype: torch.dtype, device: str) -> dict[str, Any]:
+    moved = {
+        key: value.to(device) if isinstance(value, Tensor) else value
+        for key, value in inputs.items()
+    }
     return {
         key: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-        for key, value in inputs.items()
+        for key, value in moved.items()
     }
 
 
-def measure(found: parity.Case, exact: Grads, tp: int) -> Record:
+def measure(found: parity.Case, exact: Grads, tp: int, device: str = "cpu") -> Record:
     """One step of both backends on ``tp`` ranks."""
-    expected = parity.simulate(found, parity.compiled(found, tp=tp))
+    seed = parity.SEED.to(device)
+    expected = parity.simulate(found, parity.compiled(found, tp=tp), seed)
     program = parity.compiled(found, tp=tp, backend="inductor")
     with _Functions().compared(tp) as functions:
-        step = parity.simulate(found, program)
+        step = parity.simulate(found, program, seed)
     compiled = list(_fused(program))
     return Record(
         _error(step.outputs[:1], expected.outputs[:1]),
@@ -242,8 +256,9 @@ def _fused(program: CompiledProgram) -> Iterator[Fused]:
 def page(results: Mapping[str, Any]) -> str:
     """The text of ``docs/inductor.md``."""
     parts = [_HEAD, *_results(results)]
-    if EMITTED.exists():
-        parts += [_ON_GPU, *_results(json.loads(EMITTED.read_text()))]
+    for head, file in ((_EMITTED, EMITTED), (_ON_GPU, ON_GPU)):
+        if file.exists():
+            parts += [head, *_results(json.loads(file.read_text()))]
     return "\n".join([*parts, _KERNELS, _kernel_table(json.loads(KERNELS.read_text()))])
 
 
@@ -318,6 +333,7 @@ def main() -> None:
     parser.add_argument("--missing", action="store_true", help="only what no result is kept of")
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--write", action="store_true", help="keep the results, tracked files")
+    parser.add_argument("--device", default="cpu", help='where to run: "cpu" or "cuda"')
     parser.add_argument("--emitted", action="store_true", help="interpret the code for a GPU")
     options = parser.parse_args()
     # Triton reads it when it is imported, which has happened.
@@ -327,7 +343,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     end = time.monotonic() + options.seconds
-    file = EMITTED if options.emitted else FILE
+    file = EMITTED if options.emitted else ON_GPU if options.device != "cpu" else FILE
     compiler = interpreted_triton if options.emitted else lowering
     for name in options.names or architectures.names():
         kept = json.loads(file.read_text())["architectures"] if file.exists() else {}
@@ -335,14 +351,14 @@ def main() -> None:
         missing = [tp for tp in options.tp if str(tp) not in done]
         if not missing or time.monotonic() > end:
             continue
-        found, exact = case(name)
+        found, exact = case(name, options.device)
         for tp in missing:
             if time.monotonic() > end:
                 return
             # More threads would compile kernels ahead of others that need the cores.
             used = mock.patch("sp_compiler.inductor.fused.compile_graph", compiler.compile_graph)
             with config.patch(compile_threads=1), used:
-                record = measure(found, exact, tp)
+                record = measure(found, exact, tp, options.device)
             if options.write:
                 keep_architecture(file, PAGE, _page_of_files, name, tp, asdict(record))
             print("ok  " if record.passes else "FAIL", name, tp, asdict(record), flush=True)

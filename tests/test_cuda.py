@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import itertools
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors.torch import save_model
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import sp_compiler
-from benchmarks import gpu
+from benchmarks import gpu, inductor
 from benchmarks.measure import loss_of
-from tests.helpers import host_memory
-from tests.models import zoo
+from benchmarks.models import GPTConfig, PlainGPT
+from sp_compiler.ops.communicator import Communicator
+from sp_compiler.ops.dropout import dropout, dropout_mask
+from sp_compiler.runtime.cuda_graphs.device_graph import DeviceGraph, memory_pool
+from tests.helpers import host_memory, parity
+from tests.models import architectures, zoo
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU"),
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
 ]
+
+SEED = torch.tensor(-4_611_686_018_427_387_847)
 
 
 def test_plans_of_memory_hold() -> None:
@@ -43,18 +57,21 @@ def test_numbers_are_those_of_the_cpu() -> None:
         assert max(row.loss_error, row.gradient_error) < 1e-4, row
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "plain"])
-def test_replayed_steps_have_the_same_bits(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [("gpt2", "eager"), ("llama", "eager"), ("plain", "eager"), ("plain", "inductor")],
+)
+def test_replayed_steps_have_the_same_bits(name: str, backend: str) -> None:
     """Losses and parameters after some steps, the recorder of tests/runtime put to the truth."""
-    plain, replayed = (_train(name, cuda_graphs=on) for on in (False, True))
+    plain, replayed = (_train(name, cuda_graphs=on, backend=backend) for on in (False, True))
     assert replayed[0] == plain[0]
     for parameter, value in plain[1].items():
         assert torch.equal(replayed[1][parameter], value), parameter
 
 
-def _train(name: str, *, cuda_graphs: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+def _train(name: str, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
     model = zoo.build(name, layers=2, dropout=0.1, dtype=torch.float32).cuda()
-    module: Any = sp_compiler.compile(model, tp=1, cuda_graphs=cuda_graphs)
+    module: Any = sp_compiler.compile(model, tp=1, **options)
     optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
     torch.manual_seed(7)
     losses = []
@@ -72,3 +89,134 @@ def _train(name: str, *, cuda_graphs: bool) -> tuple[list[float], dict[str, torc
             optimizer.step()
             optimizer.zero_grad()
     return losses, {key: value.detach().clone() for key, value in module.named_parameters()}
+
+
+def test_a_recording_that_fails_leaves_random_numbers_as_they_were() -> None:
+    x = torch.ones(1000, device="cuda")
+    graph = DeviceGraph(x.device, memory_pool())
+    with pytest.raises(RuntimeError, match="captur"):
+        graph.record(lambda: torch.nn.functional.dropout(x, 0.5).sum().item())
+    assert 0 < int(torch.nn.functional.dropout(x, 0.5).count_nonzero()) < 1000
+
+
+@pytest.mark.usefixtures("one_of_eight")
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_steps_of_a_rank_are_recorded(backend: str) -> None:
+    """With dropout, whose masks depend on the rank, which the host must not have to ask for."""
+    ids = _ids()
+    module: Any = sp_compiler.compile(_gpt().cuda(), tp=8, backend=backend, cuda_graphs=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*without CUDA graphs.*")
+        _train_on(module, ids, steps=4)
+    (kind,) = module._sp_state.steps._kinds.values()
+    assert kind.step is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_masks_are_those_of_the_cpu(dtype: torch.dtype) -> None:
+    """By the Triton kernel there and by operators here, to the bit."""
+    places = ((3, 0, 1, 0), (0, 0, 2, 1), (5, -1, 4, 3), (1, 1, 2, 0))
+    shapes = ((3, 5, 70), (4, 1025), (2, 3, 8, 4097), (7, 64))
+    for shape, (site, dim, world_size, rank) in itertools.product(shapes, places):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+        tp = Communicator(None, rank, world_size)
+        for draw in (dropout, dropout_mask):
+            there = draw(tp, x.cuda(), SEED.cuda(), 0.3, site, dim, world_size)
+            here = draw(tp, x, SEED, 0.3, site, dim, world_size)
+            assert torch.equal(there.cpu(), here), (draw.__name__, shape, dim, world_size)
+            assert 0 < int((here == 0).sum()) < here.numel()
+
+
+def test_a_mask_of_more_than_32_bits_of_elements() -> None:
+    rows, columns = (1 << 20) + 3, 4100
+    tp = Communicator(None, 0, 1)
+    x = torch.empty(rows, columns, device="cuda", dtype=torch.bfloat16)
+    mask = dropout_mask(tp, x, SEED.cuda(), 0.1, 2, 0, 1)
+    for first in (0, rows // 2, rows - 5):
+        here = dropout_mask(tp, torch.empty(5, columns), SEED, 0.1, 2, 0, 1, first)
+        assert torch.equal(mask[first : first + 5].cpu(), here)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "bert", "mixtral"])
+def test_simulated_ranks_have_the_gradients_of_one(name: str) -> None:
+    size, seed = gpu.SMALL, parity.SEED.cuda()
+    with architectures.float64():
+        model = architectures.build(name, size).cuda()
+        inputs = {key: value.cuda() for key, value in architectures.inputs(name, size).items()}
+        found = parity.make_case(model, inputs, seed=seed)
+        for tp in (1, 2, 4):
+            step = parity.simulate(found, parity.compiled(found, tp=tp), seed)
+            assert parity.output_error(step, found) < 1e-10
+            assert parity.gradient_error(step.grads, found.grads) < 1e-10
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_kernels_of_inductor_have_the_numbers_of_eager_code(name: str) -> None:
+    found, exact = inductor.case(name, "cuda")
+    for tp in (1, 2):
+        record = inductor.measure(found, exact, tp, "cuda")
+        assert record.passes, record
+        assert record.functions
+        assert not record.as_written
+
+
+@pytest.fixture
+def one_of_eight() -> Iterator[None]:
+    """This is rank 0; collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    yield
+    dist.destroy_process_group()
+
+
+def _gpt() -> nn.Module:
+    config = GPTConfig(
+        vocab_size=1024, num_positions=64, hidden_size=1024, num_layers=2, num_heads=16
+    )
+    return PlainGPT(config)
+
+
+def _ids() -> Tensor:
+    return torch.arange(64, device="cuda").view(1, 64)
+
+
+def _train_on(module: Any, ids: Tensor, steps: int) -> None:
+    for _ in range(steps):
+        module(ids, labels=_ids())[0].backward()
+
+
+@pytest.mark.usefixtures("one_of_eight")
+@pytest.mark.parametrize("wrong", [1024, -1])
+def test_a_wrong_id_is_named_and_the_device_lives(wrong: int) -> None:
+    ids = _ids()
+    module: Any = sp_compiler.compile(_gpt().cuda(), tp=8, example_inputs=((ids,), {"labels": ids}))
+    bad = ids.clone()
+    bad[0, 3] = wrong
+    with pytest.raises(IndexError, match=f"index {wrong} is out of range for an embedding of 1024"):
+        _train_on(module, bad, steps=3)
+    torch.cuda.synchronize()
+    _train_on(module, ids, steps=1)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.usefixtures("one_of_eight")
+def test_weights_from_files_are_sharded_on_their_way(tmp_path: Path) -> None:
+    """Of none is the whole on the device."""
+    model: Any = _gpt()
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    largest = max(parameter.nbytes for parameter in model.parameters())
+    save_model(model, str(tmp_path / "model.safetensors"))
+    with torch.device("meta"):
+        empty = _gpt()
+    ids = _ids()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    module: Any = sp_compiler.compile(empty, tp=8, example_inputs=((ids,), {"labels": ids}))
+    module.load_pretrained(tmp_path)
+    for block, loaded in zip(module.blocks, model.blocks, strict=True):
+        block.attention.causal_mask = loaded.attention.causal_mask.cuda()  # in no file
+    held = sum(parameter.to_local().nbytes for parameter in module.parameters())
+    assert held < whole / 4
+    assert all(parameter.to_local().is_cuda for parameter in module.parameters())
+    assert torch.cuda.max_memory_allocated() - before < held + largest / 4
+    _train_on(module, ids, steps=1)
+    torch.cuda.synchronize()

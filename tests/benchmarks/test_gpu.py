@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
+import json
+from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu
+from benchmarks import gpu, gpu_slices
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -33,14 +36,30 @@ def test_a_device_has_the_numbers_and_masks_of_the_cpu() -> None:
 
 @pytest.mark.slow
 def test_every_contender_of_a_slice_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "RECOMPUTES", ("selective",))
+    monkeypatch.setattr(gpu_slices, "RECOMPUTES", ("none",))
     # The small ones of two papers' models differ in the batch alone.
-    first, _ = gpu._layers(small=True)
-    monkeypatch.setattr(gpu, "_layers", lambda small: iter([first]))
-    rows = list(gpu.slices("cpu", small=True, rounds=1))
+    first, _ = gpu_slices._layers(small=True)
+    monkeypatch.setattr(gpu_slices, "_layers", lambda small: iter([first]))
+    rows = list(gpu_slices.slices("cpu", small=True, rounds=1))
     contenders = [row.contender for row in rows]
     # Dropout on and off; the layer of Llama-3-70B has no hand-written peer.
-    assert len(rows) == 2 * 3 + 2
-    assert contenders.count("Megatron style TP+SP") == 2
-    assert all(row.step_ms > 0 for row in rows)
-    assert {row.ratio for row in rows if row.contender == gpu.PRODUCT} == {1.0}
+    assert len(rows) == 2 * 4 + 3
+    assert contenders.count(gpu_slices.BY_HAND) == 2
+    assert contenders.count(gpu_slices.PRODUCT_INDUCTOR) == 3
+    assert all(0 < row.forward_ms < row.step_ms for row in rows)
+    assert all(row.step_ms == row.forward_ms + row.backward_ms for row in rows)
+    assert {row.ratio for row in rows if row.contender == gpu_slices.BY_HAND} == {1.0}
+    assert {row.over_none for row in rows} == {1.0}
+
+
+@pytest.mark.slow
+def test_a_trace_has_the_longest_first(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json.gz"
+    rows = list(gpu_slices.trace("cpu", small=True, path=path))
+    assert [row.ms for row in rows] == sorted((row.ms for row in rows), reverse=True)
+    assert 0.5 < sum(row.part for row in rows) <= 1
+    assert json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+
+
+def test_page_is_of_the_kept_results() -> None:
+    assert gpu.PAGE.read_text() == gpu.page(json.loads(gpu.FILE.read_text()))

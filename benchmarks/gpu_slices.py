@@ -1,0 +1,264 @@
+"""One rank's part of 8 of a layer of a large model, beside layers that are written by hand.
+
+The other ranks are a fake process group whose collectives cost nothing. Run by
+``python -m benchmarks.gpu --only slices trace``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import sp_compiler
+from benchmarks import contenders
+from benchmarks.contenders import PRODUCT, Step
+from benchmarks.measure import alternate, ratio
+from benchmarks.models import PAPER_SETUPS, GPTConfig
+from benchmarks.peers.recompute import Recompute
+
+RANKS = 8
+DROPOUT = 0.1
+RECOMPUTES = ("none", "selective")
+PRODUCT_INDUCTOR = f"{PRODUCT}, inductor"
+PRODUCT_GRAPHS = f"{PRODUCT}, cuda_graphs"
+PRODUCT_BOTH = f"{PRODUCT}, inductor, cuda_graphs"
+BY_HAND = "Megatron style TP+SP"
+EAGER = "eager, unsharded"
+# The vocabulary is small: the head would hide the layer.
+_LAYER_VOCABULARY = 1024
+_KERNELS_SHOWN = 25
+_NAME_SHOWN = 100
+
+
+@dataclass(frozen=True)
+class SliceRow:
+    """One contender: milliseconds of a step, and of its forward and its backward alone.
+
+    Args:
+        ratio: its step in units of that of the first contender of the setting, which recomputes
+            nothing.
+        over_none: its step in units of its own that recomputes nothing.
+    """
+
+    setting: str
+    contender: str
+    recompute: str
+    forward_ms: float
+    backward_ms: float
+    step_ms: float
+    ratio: float
+    over_none: float
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """One kernel of a step: how often it runs, its time in all calls, and its part of all time."""
+
+    kernel: str
+    calls: int
+    ms: float
+    part: float
+
+
+def slices(device: str, *, small: bool, rounds: int) -> Iterator[SliceRow]:
+    """The product, hand-written layers and the unsharded layer, dropout on and off."""
+    with _one_of_ranks(), _on(device):
+        for label, config, batch in _layers(small=small):
+            ids = contenders.random_ids(config, batch, config.num_positions).to(device)
+            for dropout in (0.0, DROPOUT):
+                sized = replace(config, dropout=dropout, attention_dropout=dropout)
+                yield from _timed(f"{label}, dropout={dropout}", _gpt_steps(sized, ids), rounds)
+        yield from _timed("Llama-3-70B", _llama_steps(device, small=small), rounds)
+
+
+@contextlib.contextmanager
+def _one_of_ranks() -> Iterator[None]:
+    """Context in which this is rank 0 of 8, whose collectives cost nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _layers(*, small: bool) -> Iterator[tuple[str, GPTConfig, int]]:
+    for label in ("gpt-22b", "gpt3-175b"):
+        setup = PAPER_SETUPS[label]
+        config = replace(setup.model, num_layers=1, vocab_size=_LAYER_VOCABULARY)
+        if small:
+            config = replace(config, hidden_size=64, num_heads=8, num_positions=32)
+        yield label, config, setup.micro_batch
+
+
+@contextlib.contextmanager
+def _on(device: str) -> Iterator[None]:
+    """New tensors are on ``device``, and of 16 bits on an accelerator."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32 if device == "cpu" else torch.bfloat16)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _gpt_steps(config: GPTConfig, ids: Tensor) -> dict[tuple[str, str], Step]:
+    """By contender and recomputation."""
+    steps: dict[tuple[str, str], Step] = {}
+    for recompute in RECOMPUTES:
+        # The peers, which lack the product's "selective", recompute the attention core.
+        by_hand: Recompute = "attention" if recompute == "selective" else "none"
+        steps |= {
+            (BY_HAND, recompute): contenders.megatron_style(config, ids, by_hand, sp=True),
+            (PRODUCT, recompute): contenders.compiled(config, ids, recompute, RANKS),
+            (PRODUCT_INDUCTOR, recompute): contenders.compiled(
+                config, ids, recompute, RANKS, backend="inductor"
+            ),
+        }
+        if ids.is_cuda:
+            steps[PRODUCT_GRAPHS, recompute] = contenders.compiled(
+                config, ids, recompute, RANKS, cuda_graphs=True
+            )
+            steps[PRODUCT_BOTH, recompute] = contenders.compiled(
+                config, ids, recompute, RANKS, cuda_graphs=True, backend="inductor"
+            )
+    return {**steps, (EAGER, "none"): contenders.eager(config, ids, "none")}
+
+
+def _llama_steps(device: str, *, small: bool) -> dict[tuple[str, str], Step]:
+    """A layer of Llama-3-70B; no part of a rank is written by hand for it."""
+    sizes = (
+        {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8}
+        if small
+        else {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}
+    )
+    config = transformers.LlamaConfig(
+        vocab_size=_LAYER_VOCABULARY, num_hidden_layers=1, num_key_value_heads=8, **sizes
+    )
+    generator = torch.Generator().manual_seed(1)
+    shape = (2, 16) if small else (1, 8192)
+    ids = torch.randint(_LAYER_VOCABULARY, shape, generator=generator, device="cpu").to(device)
+    inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
+
+    def step(**options: Any) -> Step:
+        torch.manual_seed(0)
+        module: Any = transformers.LlamaForCausalLM(config)
+        if options:
+            example = ((), inputs)
+            module = sp_compiler.compile(module, tp=RANKS, example_inputs=example, **options)
+
+        def run() -> None:
+            module.zero_grad(set_to_none=True)
+            module(**inputs).loss.backward()
+
+        return run
+
+    steps = {(EAGER, "none"): step()}
+    for recompute in RECOMPUTES:
+        steps[PRODUCT, recompute] = step(recompute=recompute)
+        steps[PRODUCT_INDUCTOR, recompute] = step(recompute=recompute, backend="inductor")
+    return steps
+
+
+def _timed(setting: str, steps: Mapping[tuple[str, str], Step], rounds: int) -> Iterator[SliceRow]:
+    forwards: dict[str, list[float]] = {}
+
+    def ended(name: str, step: Step) -> Step:
+        def run() -> None:
+            with _forward_noted(forwards.setdefault(name, [])):
+                step()
+            _finish()
+
+        return run
+
+    names = {f"{name}, {recompute}": (name, recompute) for name, recompute in steps}
+    times = alternate({key: ended(key, steps[pair]) for key, pair in names.items()}, rounds=rounds)
+    first = next(iter(names))
+    for key, (name, recompute) in names.items():
+        forward = statistics.median(forwards[key][-rounds:])
+        step_ms = statistics.median(times[key])
+        over_none = ratio(times, key, f"{name}, none")
+        yield SliceRow(
+            setting, name, recompute, forward, step_ms - forward, step_ms,
+            ratio(times, key, first), over_none,
+        )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _forward_noted(milliseconds: list[float]) -> Iterator[None]:
+    """Context that notes how long a step takes until its backward begins, on the device."""
+    start = _mark()
+    begun: list[Any] = []
+    backward = Tensor.backward
+
+    def noted(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        begun.append(_mark())
+        backward(loss, *args, **kwargs)
+
+    with mock.patch.object(Tensor, "backward", noted):
+        yield
+    _finish()
+    end = begun[0]  # a compiled module's loss calls it once more
+    elapsed = (end - start) * 1e3 if isinstance(start, float) else start.elapsed_time(end)
+    milliseconds.append(elapsed)
+
+
+def _mark() -> Any:
+    """A moment: an event where kernels run behind the host, else seconds."""
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
+
+
+def _finish() -> None:
+    """Wait for the kernels: a launch returns long before its kernel ends."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def trace(device: str, *, small: bool, path: Path | None) -> Iterator[KernelRow]:
+    """The kernels of a step of the 22B layer, the longest first; their trace goes to ``path``."""
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA][: 1 + (device != "cpu")]
+    with _one_of_ranks(), _on(device):
+        _, config, batch = next(_layers(small=small))
+        sized = replace(config, dropout=DROPOUT, attention_dropout=DROPOUT)
+        ids = contenders.random_ids(config, batch, config.num_positions).to(device)
+        step = contenders.compiled(sized, ids, "selective", RANKS)
+        for _ in range(3):
+            step()
+        _finish()
+        with profile(activities=activities) as profiler:
+            step()
+            _finish()
+    if path is not None:
+        profiler.export_chrome_trace(str(path))
+    # Kernels alone: an operator's row has the time of its kernels once more.
+    where = DeviceType.CPU if device == "cpu" else DeviceType.CUDA
+    key = "self_cpu_time_total" if device == "cpu" else "self_device_time_total"
+    found = [each for each in profiler.key_averages() if each.device_type == where]
+    found.sort(key=lambda each: -getattr(each, key))
+    whole = sum(getattr(each, key) for each in found)
+    for each in found[:_KERNELS_SHOWN]:
+        spent = getattr(each, key)
+        yield KernelRow(_short(each.key), each.count, spent / 1e3, spent / whole)
+
+
+def _short(kernel: str) -> str:
+    """The name without what all kernels of PyTorch have in common."""
+    common = r"\bvoid |\(anonymous namespace\)::|at::native::|c10::|std::"
+    return re.sub(common, "", kernel)[:_NAME_SHOWN]

@@ -15,6 +15,7 @@ import torch
 import torch._export.passes.replace_set_grad_with_hop_pass as grad_mode_regions
 from torch import Tensor, nn
 from torch._decomp import decompositions
+from torch._decomp.decompositions_for_rng import PhiloxStateTracker
 from torch._dynamo import _trace_wrapped_higher_order_op
 from torch._functorch import eager_transforms
 from torch.autograd import grad_mode
@@ -47,6 +48,15 @@ def powers_of_sizes() -> Iterator[None]:
         # In place, for it is the tracer's own table.
         handlers.clear()
         handlers.update(known)
+
+
+def generators_left_alone() -> contextlib.AbstractContextManager[Any]:
+    """Context in which a derivative is traced without states of Philox generators.
+
+    They are made before each trace and after it, which takes a twentieth of that of a small region,
+    and are used only where random numbers of a GPU become operators of the graph.
+    """
+    return mock.patch.object(PhiloxStateTracker, "reset")
 
 
 @functools.cache

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import operator
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -23,6 +24,7 @@ from torch.fx import Node
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.torch_version import TorchVersion
+from torch.utils import _traceback
 from torch.utils._python_dispatch import _disable_current_modes
 
 from sp_compiler.base.autocast import autocast_dtype
@@ -90,8 +92,20 @@ def patched_tracers() -> Iterator[None]:
         plain_index_under_vmap(),
         derivatives_refused(),
         alignments_kept(),
+        frames_made_once(),
     ):
         yield
+
+
+def frames_made_once() -> contextlib.AbstractContextManager[Any]:
+    """Each node of a trace has a traceback of the whole stack, most of it that of the last node."""
+    frame = functools.cache(traceback.FrameSummary)
+
+    def extract(tb: Sequence[Any], skip: int) -> traceback.StackSummary:
+        frames = [frame(each["filename"], each["line"], each["name"]) for each in tb[skip:]]
+        return traceback.StackSummary(reversed(frames))
+
+    return mock.patch.object(_traceback, "_extract_symbolized_tb", extract)
 
 
 @contextlib.contextmanager

@@ -186,10 +186,10 @@ def _trace(region: Region, functionalize: bool) -> fx.GraphModule:
         stack.enter_context(_use_lazy_graph_module(True))  # nobody runs the text of the graph
         stack.enter_context(generators_left_alone())
         stack.enter_context(mode)
-        module, plain = _Interpreted(region.module), not functionalize
-        traced = aot_export_joint_with_descriptors(
-            stack, module, tuple(args), disable_functionalization=plain
-        )
+        module, off = _Interpreted(region.module), not functionalize
+        # The mode would note in each node's meta, for nobody, which function of torch made it.
+        options: Any = {"disable_functionalization": off, "_disable_torch_fn_metadata_mode": True}
+        traced = aot_export_joint_with_descriptors(stack, module, tuple(args), **options)
     return traced.graph_module
 
 

@@ -25,6 +25,9 @@ SOURCES := setup.py pyproject.toml constraints.txt
 
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
+# Tests start many processes, and two workers import 300 modules of tests: compiled once, not each
+# time, also where the environment says otherwise.
+export PYTHONDONTWRITEBYTECODE :=
 
 help:
 	@sed -n 's/^#   //p' Makefile

@@ -18,11 +18,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from torch.fx import GraphModule
-
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.units import UNITS, bytes_text
 from sp_compiler.cost.budget_problem import budget_problem
+from sp_compiler.ir.fx import module_of
 from sp_compiler.ir.program import Call, Program, Ref, Region
 from sp_compiler.ir.rewriting import copy_graph
 from sp_compiler.passes.memory.candidates import Candidate, candidates, offloads
@@ -181,7 +180,7 @@ def _rename_regions(program: Program, names: Sequence[str]) -> Program:
         # one.
         if name != region.name and (id(region), name) not in regions:
             graph = copy_graph(region.module.graph)
-            module = GraphModule(region.module, graph, class_name=name)
+            module = module_of(graph, region.module, name)
             regions[id(region), name] = replace(region, name=name, module=module)
         calls.append(Call(regions.get((id(region), name), region), call.path, call.args))
     return replace(program, calls=calls)

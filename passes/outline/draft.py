@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from sp_compiler.base.provenance import module_path
 from sp_compiler.codegen.user_source import frames
-from sp_compiler.ir.fx import is_call
+from sp_compiler.ir.fx import is_call, module_of
 from sp_compiler.ir.op_traits import DRAWS, is_cast
 from sp_compiler.ir.program import Ref, RefKind, Region
 from sp_compiler.ir.rewriting import copy_call
@@ -44,7 +44,7 @@ class Draft:
 
     def finish(self) -> Region:
         self.graph.lint()
-        module = GraphModule(torch.nn.Module(), self.graph)
+        module = module_of(self.graph)
         return Region(self.name, module, self.input_kinds, self.input_names)
 
     @property

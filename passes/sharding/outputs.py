@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 
-import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
+from sp_compiler.ir.fx import module_of
 from sp_compiler.ir.program import Call, Program, Ref, RefKind, Region
 from sp_compiler.ir.rewriting import copy_graph
 from sp_compiler.ir.symbolic import symbol_of, symbols_in
@@ -86,7 +86,7 @@ def _return_twice(program: Program, ref: Ref) -> Program:
     graph = copy_graph(old.module.graph)
     returned = graph.output_node()
     returned.args = ([*returned.args[0], returned.args[0][ref.output]],)
-    region = replace(old, module=GraphModule(old.module, graph, class_name=old.name))
+    region = replace(old, module=module_of(graph, old.module, old.name))
     calls = [replace(c, region=region) if c.region is old else c for c in program.calls]
     return replace(program, calls=calls)
 
@@ -116,7 +116,7 @@ def _pass_through(program: Program, refs: list[Ref]) -> tuple[Region, list[Ref]]
     kinds: list[RefKind] = [*["call"] * len(refs), *["size"] * len(taken)]  # type: ignore[list-item]
     region = Region(
         name="Outputs",
-        module=GraphModule(torch.nn.Module(), graph, class_name="Outputs"),
+        module=module_of(graph, name="Outputs"),
         input_kinds=tuple(kinds),
         input_names=tuple(node.name for node in graph.find_nodes(op="placeholder")),
     )

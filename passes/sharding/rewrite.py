@@ -14,13 +14,13 @@ from collections.abc import Container
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from sp_compiler.base.errors import PassError
 from sp_compiler.base.pass_report import Pass, report_of
 from sp_compiler.base.placement import I, Placement, R, S
-from sp_compiler.ir.fx import arguments, named_arguments
+from sp_compiler.ir.fx import arguments, module_of, named_arguments
 from sp_compiler.ir.program import Region
 from sp_compiler.ir.rewriting import erase_dead, make_call
 from sp_compiler.ir.symbolic import SYMBOLIC, is_open
@@ -85,7 +85,7 @@ class RegionLowering:
         ]
         self.graph.output(results)
         erase_dead(self.graph)
-        module = GraphModule(self.region.module, self.graph, class_name=self.region.name)
+        module = module_of(self.graph, self.region.module, self.region.name)
         return Region(
             name=self.region.name,
             module=module,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import linecache
 import os
 import sys
@@ -20,6 +21,9 @@ _LIBRARY_FOLDERS = tuple(
 # And contextlib's, whose frames stand between ours wherever a decorator is a context manager.
 _SKIPPED = (*_LIBRARY_FOLDERS, os.path.realpath(str(contextlib.__file__)))
 
+# A capture asks for the same few files thousands of times, and each answer reads the disk.
+_real_path = functools.lru_cache(maxsize=1024)(os.path.realpath)
+
 
 def warn(message: str) -> None:
     """Issue a ``UserWarning`` at the innermost line that is not in PyTorch or sp_compiler."""
@@ -32,13 +36,13 @@ def warn(message: str) -> None:
 
 def in_library(filename: str) -> bool:
     """Whether this is a file of PyTorch's or this package's."""
-    return os.path.realpath(filename).startswith(_LIBRARY_FOLDERS)
+    return _real_path(filename).startswith(_LIBRARY_FOLDERS)
 
 
 def is_library(filename: str) -> bool:
     """Whether a line of this file is never the user's own: PyTorch's, this package's, generated."""
     # "<eval_with_key>", "<string>": generated code, which is ours or PyTorch's.
-    return filename.startswith("<") or os.path.realpath(filename).startswith(_SKIPPED)
+    return filename.startswith("<") or _real_path(filename).startswith(_SKIPPED)
 
 
 def user_line() -> str:

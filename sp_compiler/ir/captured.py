@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from sp_compiler.base.decisions import Decision
 from sp_compiler.base.stored_attributes import Stored
+from sp_compiler.ir.fx import module_of
 from sp_compiler.ir.hints import Parameters
 from sp_compiler.ir.program import Ref
 from sp_compiler.ir.rewriting import copy_graph
@@ -82,7 +83,7 @@ class Captured:
 
     def copy(self) -> Captured:
         """Copy the graph; its tensors remain the model's."""
-        module = GraphModule(self.module, copy_graph(self.module.graph))
+        module = module_of(copy_graph(self.module.graph), self.module)
         return replace(self, module=module, refs=list(self.refs))
 
     def drop_unused_placeholders(self) -> None:

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.forward_backward import LookAhead, Partitioned, SplitBackward
+from sp_compiler.ir.fx import module_of
 from sp_compiler.ir.program import Program, Region
 from sp_compiler.ir.symbolic import Sizes, example_number
 
@@ -84,7 +85,7 @@ class Concretizer:
             return region
         if id(region) not in self._regions:
             graph = self.graph(region.module.graph)
-            module = GraphModule(region.module, graph, class_name=region.name)
+            module = module_of(graph, region.module, region.name)
             self._regions[id(region)] = replace(region, module=module)
         return self._regions[id(region)]
 

@@ -7,12 +7,23 @@ import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-from torch.fx import Graph, Node
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.node import map_arg
 
 from sp_compiler.base.placement import Placement
 from sp_compiler.ops.convert import CONVERT
+
+
+def module_of(
+    graph: Graph, root: nn.Module | None = None, name: str = "GraphModule"
+) -> GraphModule:
+    """Return a module of ``graph`` and of the tensors of ``root`` that it names.
+
+    Its Python text is written when somebody runs or reads it: of most graphs nobody does.
+    """
+    return _LazyGraphModule(root or nn.Module(), graph, class_name=name)
 
 
 def arguments(node: Node) -> dict[str, Any]:

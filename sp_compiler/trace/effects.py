@@ -1,4 +1,4 @@
-"""Operators in a joint graph that have side effects: checks of matrix factorizations."""
+"""What is not functional in a joint graph: writes, constants, checks of matrix factorizations."""
 
 from __future__ import annotations
 
@@ -12,12 +12,70 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 
 from sp_compiler.base.errors import UnsupportedError
+from sp_compiler.base.pass_report import Pass
 from sp_compiler.base.provenance import node_origin
 from sp_compiler.ir.program import Region
+from sp_compiler.ir.rewriting import make_like
 
 _TOKEN_INPUTS = (ForwardTokenAOTInput, BackwardTokenAOTInput)
 _TOKEN_OUTPUTS = (ForwardTokenAOTOutput, BackwardTokenAOTOutput)
 _CHECK_ERRORS = torch.ops.aten._linalg_check_errors.default
+
+# Operators whose kernels and derivatives are known. Only functionalization sees what those of a
+# user's operator or autograd function write, and in which order they have effects.
+_KNOWN = ("aten", "sp_compiler")
+
+
+def has_effects(graph: fx.Graph) -> bool:
+    """Return whether an operator in a region, or in its derivative, may have a side effect."""
+    return any(
+        isinstance(node.target, torch._ops.OperatorBase)
+        and getattr(node.target, "namespace", None) not in _KNOWN
+        for node in graph.nodes
+    )
+
+
+def has_writes(traced: fx.Graph) -> bool:
+    """Return whether a graph that was traced without functionalization needs it.
+
+    Some derivatives write into what they have just made, as that of ``clamp`` does. Factorizations
+    have a check without a result, which is kept as an effect or not at all.
+    """
+    schemas = [getattr(node.target, "_schema", None) for node in traced.nodes]
+    return any(
+        schema.is_mutable or any(each.name == "check_errors" for each in schema.arguments)
+        for schema in schemas
+        if schema is not None
+    )
+
+
+def drop_defaults(traced: fx.Graph) -> None:
+    """Drop operands that are given as ``None`` and are so by default.
+
+    Functionalization drops them. Without it they stay where a derivative in C++ passes a tensor
+    that is not there.
+    """
+    for node in traced.nodes:
+        for argument in getattr(getattr(node.target, "_schema", None), "arguments", ()):
+            is_none = argument.name in node.kwargs and node.kwargs[argument.name] is None
+            if is_none and argument.has_default_value() and argument.default_value is None:
+                node.kwargs = {k: v for k, v in node.kwargs.items() if k != argument.name}
+
+
+def copied_constant(node: fx.Node, graph: fx.Graph) -> fx.Node:
+    """Make what an autograd function of the user's makes by ``torch.tensor(number)``."""
+    (value,) = (user.meta["val"] for user in list(node.users)[:1])
+    tensor = getattr(node.graph.owning_module, str(node.target))
+    number = tensor.flatten()[:1].tolist()
+    if not number or not bool((tensor == number[0]).all()):
+        raise UnsupportedError(
+            "a torch.autograd.Function makes a tensor of several numbers (torch.tensor([...])); "
+            f"make it outside and pass it to apply()\n{node_origin(node)}"
+        )
+    args, options = (list(tensor.shape), number[0]), {"dtype": tensor.dtype, "device": value.device}
+    return make_like(
+        graph, torch.ops.aten.full.default, args, options, like=node, origin=Pass.JOINT, val=value
+    )
 
 
 def let_factorizations_raise(traced: fx.Graph, region: Region) -> None:

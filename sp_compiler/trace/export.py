@@ -25,7 +25,7 @@ from sp_compiler.base.errors import CaptureError, UnsupportedError
 from sp_compiler.base.pass_report import Pass
 from sp_compiler.base.provenance import node_origin
 from sp_compiler.ir.captured import Captured
-from sp_compiler.ir.fx import calls
+from sp_compiler.ir.fx import calls, module_of
 from sp_compiler.ir.hints import parameters_of
 from sp_compiler.ir.program import Ref
 from sp_compiler.ir.rewriting import erase_dead, fake_mode_of, make_call, refake, set_value
@@ -137,7 +137,6 @@ def capture(
     captured.notes += [f"holds for {decision}" for decision in captured.decisions]
     # Last, since only now do all values have the dtypes that kernels will see.
     check_dtypes(captured.module.graph, dict(zip(names, leaves, strict=True)))
-    captured.module.recompile()
     return captured
 
 
@@ -250,7 +249,7 @@ def _from_exported(
     mutated = _mutated_last(graph.output_node(), exported.graph_signature.output_specs, canonical)
     # Behind the model's own output the exported forward returned what it stores.
     out_spec = exported.call_spec.out_spec.child(0)
-    captured = Captured(GraphModule(nn.Module(), graph), refs, in_spec, out_spec)
+    captured = Captured(module_of(graph), refs, in_spec, out_spec)
     captured.mutated, captured.aliases, captured.constants = mutated, aliases, constants
     erase_dead(captured.module.graph)
     return captured

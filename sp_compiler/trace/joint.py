@@ -23,18 +23,22 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
-from sp_compiler.base.errors import PassError, UnsupportedError
+from sp_compiler.base.errors import PassError
 from sp_compiler.base.pass_report import Pass, report_of
-from sp_compiler.base.provenance import node_origin
 from sp_compiler.base.python_text import identifier
 from sp_compiler.ir.fx import ancestors, carries_gradient
 from sp_compiler.ir.op_traits import RESULT_NAMES
 from sp_compiler.ir.program import Region
-from sp_compiler.ir.rewriting import copy_graph, erase_dead, make_like
+from sp_compiler.ir.rewriting import copy_graph, erase_dead
 from sp_compiler.ir.symbolic import inline_sizes, same_shape
-from sp_compiler.trace.effects import drop_effects, let_factorizations_raise
-from sp_compiler.trace.tracer_patches import fix_states_of_lstms, powers_of_sizes
+from sp_compiler.trace import effects
+from sp_compiler.trace.tracer_patches import (
+    fix_states_of_lstms,
+    generators_left_alone,
+    powers_of_sizes,
+)
 
 aten = torch.ops.aten
 
@@ -153,6 +157,21 @@ def trace_joint(region: Region) -> JointGraph:
         PassError: a placeholder without ``meta["val"]``.
     """
     fix_states_of_lstms()
+    # Without functionalization a trace takes a fifth less. A region is functional already, and so
+    # are the derivatives of most.
+    functionalize = effects.has_effects(region.module.graph)
+    traced = _trace(region, functionalize)
+    if not functionalize and effects.has_writes(traced.graph):
+        traced = _trace(region, functionalize=True)
+    # PyTorch's order of nodes and its names are not kept: both change between its versions.
+    joint = _rebuild(traced.graph, region)
+    # Before provenance: the copies of outputs are known by having none.
+    _drop_no_ops(joint.graph)
+    _copy_provenance(joint, region)
+    return joint
+
+
+def _trace(region: Region, functionalize: bool) -> fx.GraphModule:
     values = [node.meta.get("val") for node in region.placeholders]
     sizes = [value for value in values if isinstance(value, torch.SymInt)]
     # Where sizes are open, the record of what was compared with them.
@@ -164,15 +183,14 @@ def trace_joint(region: Region) -> JointGraph:
             stack.enter_context(enable_python_dispatcher())
             stack.enter_context(powers_of_sizes())
         stack.enter_context(fx.traceback.preserve_node_meta())
+        stack.enter_context(_use_lazy_graph_module(True))  # nobody runs the text of the graph
+        stack.enter_context(generators_left_alone())
         stack.enter_context(mode)
-        traced = aot_export_joint_with_descriptors(stack, _Interpreted(region.module), tuple(args))
-        graph = traced.graph_module.graph
-    # PyTorch's order of nodes and its names are not kept: both change between its versions.
-    joint = _rebuild(graph, region)
-    # Before provenance: the copies of outputs are known by having none.
-    _drop_no_ops(joint.graph)
-    _copy_provenance(joint, region)
-    return joint
+        module, off = _Interpreted(region.module), not functionalize
+        # The mode would note in each node's meta, for nobody, which function of torch made it.
+        options: Any = {"disable_functionalization": off, "_disable_torch_fn_metadata_mode": True}
+        traced = aot_export_joint_with_descriptors(stack, module, tuple(args), **options)
+    return traced.graph_module
 
 
 class _Interpreted(nn.Module):
@@ -220,8 +238,9 @@ def _fake_input(node: fx.Node, mode: FakeTensorMode) -> Tensor:
 def _rebuild(traced: fx.Graph, region: Region) -> JointGraph:
     """Copy a traced graph into the order and names documented here, without PyTorch's
     conventions."""
-    let_factorizations_raise(traced, region)
-    drop_effects(traced)
+    effects.let_factorizations_raise(traced, region)
+    effects.drop_effects(traced)
+    effects.drop_defaults(traced)
     placeholders = traced.find_nodes(op="placeholder")
     inputs: dict[int, fx.Node] = {}
     tangents: dict[int, fx.Node] = {}
@@ -270,7 +289,7 @@ def _copy_placeholder(
 def _copy_calls(traced: fx.Graph, graph: fx.Graph, copies: dict[fx.Node, fx.Node]) -> None:
     for node in traced.nodes:
         if node.op == "get_attr":
-            copies[node] = _constant(node, graph)
+            copies[node] = effects.copied_constant(node, graph)
         if node.op == "call_function":
             copies[node] = graph.node_copy(node, copies.__getitem__)
             # "getitem_7" says nothing; the generated code shows these names.
@@ -279,22 +298,6 @@ def _copy_calls(traced: fx.Graph, graph: fx.Graph, copies: dict[fx.Node, fx.Node
                 names = RESULT_NAMES.get(source.target, ())
                 unnamed = f"{source.target.__name__.split('.')[0]}_out{index}"
                 copies[node]._rename(names[index] if index < len(names) else unnamed)
-
-
-def _constant(node: fx.Node, graph: fx.Graph) -> fx.Node:
-    """Make what an autograd function of the user's makes by ``torch.tensor(number)``."""
-    (value,) = (user.meta["val"] for user in list(node.users)[:1])
-    tensor = getattr(node.graph.owning_module, str(node.target))
-    number = tensor.flatten()[:1].tolist()
-    if not number or not bool((tensor == number[0]).all()):
-        raise UnsupportedError(
-            "a torch.autograd.Function makes a tensor of several numbers (torch.tensor([...])); "
-            f"make it outside and pass it to apply()\n{node_origin(node)}"
-        )
-    args, options = (list(tensor.shape), number[0]), {"dtype": tensor.dtype, "device": value.device}
-    return make_like(
-        graph, aten.full.default, args, options, like=node, origin=Pass.JOINT, val=value
-    )
 
 
 def _is_tangent(node: fx.Node) -> bool:

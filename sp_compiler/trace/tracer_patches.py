@@ -6,6 +6,7 @@ import contextlib
 import functools
 import operator
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -15,6 +16,7 @@ import torch
 import torch._export.passes.replace_set_grad_with_hop_pass as grad_mode_regions
 from torch import Tensor, nn
 from torch._decomp import decompositions
+from torch._decomp.decompositions_for_rng import PhiloxStateTracker
 from torch._dynamo import _trace_wrapped_higher_order_op
 from torch._functorch import eager_transforms
 from torch.autograd import grad_mode
@@ -22,6 +24,7 @@ from torch.fx import Node
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.torch_version import TorchVersion
+from torch.utils import _traceback
 from torch.utils._python_dispatch import _disable_current_modes
 
 from sp_compiler.base.autocast import autocast_dtype
@@ -47,6 +50,15 @@ def powers_of_sizes() -> Iterator[None]:
         # In place, for it is the tracer's own table.
         handlers.clear()
         handlers.update(known)
+
+
+def generators_left_alone() -> contextlib.AbstractContextManager[Any]:
+    """Context in which a derivative is traced without states of Philox generators.
+
+    They are made before each trace and after it, which takes a twentieth of that of a small region,
+    and are used only where random numbers of a GPU become operators of the graph.
+    """
+    return mock.patch.object(PhiloxStateTracker, "reset")
 
 
 @functools.cache
@@ -80,8 +92,20 @@ def patched_tracers() -> Iterator[None]:
         plain_index_under_vmap(),
         derivatives_refused(),
         alignments_kept(),
+        frames_made_once(),
     ):
         yield
+
+
+def frames_made_once() -> contextlib.AbstractContextManager[Any]:
+    """Each node of a trace has a traceback of the whole stack, most of it that of the last node."""
+    frame = functools.cache(traceback.FrameSummary)
+
+    def extract(tb: Sequence[Any], skip: int) -> traceback.StackSummary:
+        frames = [frame(each["filename"], each["line"], each["name"]) for each in tb[skip:]]
+        return traceback.StackSummary(reversed(frames))
+
+    return mock.patch.object(_traceback, "_extract_symbolized_tb", extract)
 
 
 @contextlib.contextmanager

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from sp_compiler.base.autocast import without_autocast
 from sp_compiler.ir.forward_backward import Partitioned
-from sp_compiler.ir.fx import carries_gradient
+from sp_compiler.ir.fx import carries_gradient, module_of
 from sp_compiler.ir.program import Region
 from sp_compiler.ir.symbolic import SizedInterpreter
 from sp_compiler.ops.communicator import Communicator, running_on
@@ -137,7 +137,7 @@ class PartitionedCode:
         self._parts = partitioned
 
     def forward(self, tp: Communicator, *inputs: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        module = GraphModule(nn.Module(), self._parts.forward)
+        module = module_of(self._parts.forward)
         results = run_graph(module, inputs, tp)
         # Behind the outputs come the values that are saved for backward.
         return results[: self._parts.num_outputs], results[self._parts.num_outputs :]
@@ -282,5 +282,5 @@ def _difference(one: Tensor | None, another: Tensor | None) -> Tensor | None:
 
 
 def _gradients(graph: Graph, tp: Communicator, saved: Any, *tangents: Tensor) -> tuple[Any, ...]:
-    module = GraphModule(nn.Module(), graph)
+    module = module_of(graph)
     return run_graph(module, [*saved, *tangents], tp)

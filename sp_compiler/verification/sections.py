@@ -25,7 +25,7 @@ from torch.fx.node import map_arg
 
 from sp_compiler.base.pass_report import Pass
 from sp_compiler.ir.captured import Captured
-from sp_compiler.ir.fx import ancestors
+from sp_compiler.ir.fx import ancestors, module_of
 from sp_compiler.ir.program import Program, Ref, Region
 from sp_compiler.ir.rewriting import copy_graph, erase_dead
 from sp_compiler.ops.uniform import UNIFORM
@@ -179,7 +179,7 @@ class Sections:
             else:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
         graph.output(tuple(copies[node] for node in outputs))
-        return GraphModule(self.captured.module, graph), sources
+        return module_of(graph, self.captured.module), sources
 
     def _key(self, section: Section, values: Values) -> str:
         """Text that is equal for sections that prove each other."""
@@ -245,7 +245,7 @@ def _with_outputs(region: Region, outputs: Sequence[int]) -> GraphModule:
     output = graph.output_node()
     output.args = (tuple(each if i in outputs else None for i, each in enumerate(output.args[0])),)
     erase_dead(graph)
-    return GraphModule(region.module, graph)
+    return module_of(graph, region.module)
 
 
 def _run_captured(section: Section, leaves: Mapping[Ref, Any]) -> Sequence[Any]:

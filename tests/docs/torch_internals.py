@@ -8,7 +8,7 @@ import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -34,16 +34,22 @@ def uses() -> dict[str, set[str]]:
     """
     found: dict[str, set[str]] = {}
     for path in sources():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        nodes = _nodes(path)
         for name in (
-            *_imported(tree),
-            *_read(tree),
-            *_patched(tree),
-            *_foreign(tree),
-            *_overridden(tree),
+            *_imported(nodes),
+            *_read(nodes),
+            *_patched(nodes),
+            *_foreign(nodes),
+            *_overridden(nodes),
         ):
             found.setdefault(name, set()).add(path.relative_to(ROOT).as_posix())
     return found
+
+
+@functools.cache
+def _nodes(path: Path) -> list[ast.AST]:
+    """Everything in a module, itself first: each walk through all of them takes half a second."""
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
 
 
 @functools.cache
@@ -51,16 +57,16 @@ def _own_names() -> frozenset[str]:
     """Private names that the product defines itself."""
     names: set[str] = set()
     for path in sources():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        nodes = _nodes(path)
         # A process group or dispatcher of ours has its methods' names from torch, which calls them.
         overriding = [
             node
-            for node in ast.walk(tree)
+            for node in nodes
             if isinstance(node, ast.ClassDef)
             and {"dist.ProcessGroup", "OpDispatcher"}.intersection(map(ast.unparse, node.bases))
         ]
         overridden = {id(method) for one in overriding for method in one.body}
-        for node in ast.walk(tree):
+        for node in nodes:
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 if id(node) not in overridden:
                     names.add(node.name)
@@ -70,9 +76,9 @@ def _own_names() -> frozenset[str]:
     return frozenset(names)
 
 
-def _foreign(tree: ast.AST) -> Iterator[str]:
+def _foreign(nodes: list[ast.AST]) -> Iterator[str]:
     """Private attributes of objects that are not ours, such as ``._local_tensor``."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if not isinstance(node, ast.Attribute) or not re.match(r"_(?!_|sp_)", node.attr):
             continue
         owner = ast.unparse(node.value)
@@ -81,16 +87,17 @@ def _foreign(tree: ast.AST) -> Iterator[str]:
             yield f".{node.attr}"
 
 
-def _overridden(tree: ast.Module) -> Iterator[str]:
+def _overridden(nodes: list[ast.AST]) -> Iterator[str]:
     """Private methods that a class of ours has under the name of its base's in torch."""
     bases: dict[str, Any] = {"torch": torch}
-    for node in tree.body:
+    module_body = cast(ast.Module, nodes[0]).body
+    for node in module_body:
         if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "torch":
             module = importlib.import_module(str(node.module))
             bases |= {
                 alias.asname or alias.name: getattr(module, alias.name) for alias in node.names
             }
-    for node in ast.walk(tree):
+    for node in nodes:
         if not isinstance(node, ast.ClassDef):
             continue
         for base in node.bases:
@@ -103,8 +110,8 @@ def _overridden(tree: ast.Module) -> Iterator[str]:
                     yield f".{name}"
 
 
-def _imported(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
+def _imported(nodes: list[ast.AST]) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -116,9 +123,9 @@ def _imported(tree: ast.AST) -> Iterator[str]:
                 yield name
 
 
-def _read(tree: ast.AST) -> Iterator[str]:
-    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    for node in ast.walk(tree):
+def _read(nodes: list[ast.AST]) -> Iterator[str]:
+    inner = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+    for node in nodes:
         if isinstance(node, ast.Attribute) and id(node) not in inner:
             name = ast.unparse(node)
             is_operator = name.startswith("torch.ops.aten")
@@ -126,8 +133,8 @@ def _read(tree: ast.AST) -> Iterator[str]:
                 yield name
 
 
-def _patched(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
+def _patched(nodes: list[ast.AST]) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "mock.patch.object":
             owner, attribute = node.args[:2]
             yield f"{ast.unparse(owner)}.{ast.literal_eval(attribute)}"

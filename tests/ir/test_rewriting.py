@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from unittest import mock
 
 import networkx as nx
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 
-from sp_compiler.ir.fx import ancestors, descendants, operands, reach, users
-from sp_compiler.ir.rewriting import copy_graph, insert_call, make_call, make_like, replace_call
+from sp_compiler.ir.fx import ancestors, descendants, module_of, operands, reach, users
+from sp_compiler.ir.rewriting import (
+    copy_graph,
+    insert_call,
+    make_call,
+    make_like,
+    replace_call,
+)
 
 _ROOT = Path(__file__).parents[2]
 _aten = torch.ops.aten
@@ -161,3 +169,19 @@ def test_a_copied_graph_shares_nothing_that_passes_change() -> None:
     (twin,) = [node for node in copy.nodes if node.name == product.name]
     twin.meta["placement"] = "S(0)"
     assert "placement" not in product.meta
+
+
+def test_a_module_has_no_text_before_it_is_run() -> None:
+    """It then runs the graph as it is, which passes have changed."""
+    graph, root = Graph(), nn.Module()
+    root.register_buffer("two", torch.tensor(2.0))
+    x, factor = graph.placeholder("x"), graph.get_attr("two")
+    output = graph.output((x, factor))
+    with mock.patch.object(Graph, "python_code", side_effect=AssertionError):
+        module = module_of(graph, root, "Region")
+    with graph.inserting_before(output):
+        product = graph.call_function(torch.ops.aten.mul.Tensor, (x, factor))
+    output.args = ((product,),)
+    assert module(torch.tensor(3.0)) == (torch.tensor(6.0),)
+    assert type(module).__name__ == "Region"
+    assert "mul" in module.code

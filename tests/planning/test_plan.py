@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import operator
 import re
@@ -37,9 +38,16 @@ from tests.models import zoo
 aten = torch.ops.aten
 
 
-def _plan(name: str, tp: int = 2, p: float = 0.0, **options: object) -> Plan:
+@functools.cache
+def _plan(name: str, tp: int = 2, p: float = 0.0, **options: Any) -> Plan:
     model = zoo.build(name, dropout=p)
-    return plan(model, ((), zoo.inputs(name)), tp=tp, **options)  # type: ignore[call-overload]
+    return plan(model, ((), zoo.inputs(name)), tp=tp, **options)
+
+
+def _plan_in_turn(recompute: str, p: float = 0.0) -> Plan:
+    """That of the plain GPT on two ranks; settings of one model share all but its memory."""
+    program = compiled_in_turn(case("plain", 2, 12, p), tp=2, recompute=recompute)
+    return make_plan(program, CompileOptions(tp=2, recompute=recompute), "PlainGPT")
 
 
 @pytest.mark.parametrize(
@@ -99,7 +107,7 @@ def test_planned_is_what_two_real_ranks_keep() -> None:
 
 
 def test_blocks_add_up_to_the_whole() -> None:
-    found = _plan("plain", recompute="none")
+    found = _plan_in_turn("none")
     own = sum(block.kept_bytes * block.num_calls for block in found.blocks)
     assert found.activation_bytes == own
     (block,) = [block for block in found.blocks if block.num_calls > 1]
@@ -172,7 +180,7 @@ def _counts(found: Plan, name: str) -> tuple[dict[str, int], dict[str, int]]:
 @pytest.mark.parametrize("recompute", ["none", "attention", "selective"])
 def test_collectives_of_a_block_are_the_papers(recompute: str) -> None:
     """Two gathers and two scatters each way, and two gathers of what only a shard is kept of."""
-    forward, backward = _counts(_plan("plain", recompute=recompute), "Block")
+    forward, backward = _counts(_plan_in_turn(recompute), "Block")
     assert forward == {"all_gather": 2, "reduce_scatter": 2}
     assert backward == {"all_gather": 4, "reduce_scatter": 2}
 
@@ -206,7 +214,7 @@ def test_flops_are_the_papers() -> None:
     h, s, b, v, layers = 32, 12, 2, zoo.VOCAB, 2
     expected = 72 * b * layers * s * h * h * (1 + s / (6 * h) + v / (12 * h * layers))
     for recompute, repeated in (("none", 0.0), ("selective", 2 * b * s * s * h * layers)):
-        found = _plan("plain", tp=2, p=0.1, recompute=recompute)
+        found = _plan_in_turn(recompute, 0.1)
         assert 2 * found.work.model_flops == pytest.approx(expected)
         assert 2 * found.work.hardware_flops == pytest.approx(expected + repeated)
     assert found.work.recompute_us > 0
@@ -214,7 +222,7 @@ def test_flops_are_the_papers() -> None:
 
 
 def test_fallbacks_say_why() -> None:
-    found = _plan("plain", tp=2, sequence_parallel=True)
+    found = _plan("plain")
     assert found.fallbacks == ()
 
     class Odd(nn.Module):
@@ -271,7 +279,7 @@ def test_options_that_change_nothing_are_noted(
 
 @pytest.mark.slow
 def test_overlap_hides_a_part_of_the_communication() -> None:
-    hidden, exposed = (_plan("plain", tp=2, overlap=each) for each in (True, False))
+    hidden, exposed = _plan("plain"), _plan("plain", overlap=False)
     assert exposed.work.hidden_us == pytest.approx(0, abs=1e-9)
     assert 0 < hidden.work.hidden_us < hidden.work.communication_us
     assert hidden.work.communication_us == exposed.work.communication_us
@@ -320,7 +328,7 @@ def test_planning_beside_a_default_group_of_another_size() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         group = dist.group.WORLD
-        assert _plan("plain", tp=4).tp == 4
+        assert plan(zoo.build("plain"), ((), zoo.inputs("plain")), tp=4).tp == 4
         assert dist.group.WORLD is group
     finally:
         dist.destroy_process_group()

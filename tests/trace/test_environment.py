@@ -15,10 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+from torch.utils._traceback import CapturedTraceback
 
 from sp_compiler.base.errors import CaptureError, UnsupportedError
 from sp_compiler.trace.environment import users_frames, without_cache
 from sp_compiler.trace.export import capture
+from sp_compiler.trace.tracer_patches import frames_made_once
 from tests.helpers import parity
 from tests.models import zoo
 
@@ -184,3 +186,22 @@ def test_a_derivative_in_forward_is_refused_with_its_line(
     # Torch's own error of jvp would leave this refused.
     assert torch.randn(2).requires_grad_().requires_grad
     assert torch.equal(torch.func.grad(_square)(torch.ones(2)), 2 * torch.ones(2))
+
+
+def test_frames_of_tracebacks_are_made_once() -> None:
+    """Those of two nodes share all frames but the innermost, and say what torch's own say."""
+
+    def stacks() -> tuple[traceback.StackSummary, traceback.StackSummary]:
+        first, second = CapturedTraceback.extract().summary(), CapturedTraceback.extract().summary()
+        return first, second
+
+    found = []
+    for context in (frames_made_once(), contextlib.nullcontext()):
+        with context:
+            found.append(stacks())
+    (one, two), (plain, other) = found
+    assert len(one) > 10
+    assert all(a is b for a, b in zip(one, two, strict=True))
+    assert not any(a is b for a, b in zip(plain, other, strict=True))
+    assert one.format() == plain.format()
+    assert "found.append(stacks())" in one.format()[-2]

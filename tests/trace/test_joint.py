@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch._decomp.decompositions_for_rng import PhiloxStateTracker
 from torch._subclasses import FakeTensorMode
 
 from sp_compiler.base.errors import PassError
 from sp_compiler.base.placement import R, S
 from sp_compiler.base.provenance import module_path
+from sp_compiler.trace import effects
 from sp_compiler.trace.joint import JointGraph, trace_joint
 from tests.helpers.regions import Mlp, gpt_region, random_inputs, reference, region_of, sp
 
 aten = torch.ops.aten
+_APPLY = torch.ops.sp_compiler_function.apply.default
 
 
 class Outputs(nn.Module):
@@ -165,6 +170,70 @@ def test_a_factorization_raises_by_itself() -> None:
     assert found.kwargs == {"check_errors": True}
     with pytest.raises(torch.linalg.LinAlgError, match="singular"):
         _run(joint, torch.zeros(4, 4), torch.ones(4, 4))
+
+
+def test_a_functional_region_is_traced_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functionalization would leave the same graph to the letter: it is left out."""
+    region = gpt_region(2, 8, 32, 4, dtype=torch.float32, masks="regenerate")
+    found = trace_joint(region)
+    monkeypatch.setattr(effects, "has_effects", lambda graph: True)
+    functionalized = trace_joint(region)
+    assert _text(found) == _text(functionalized)
+
+
+def _text(joint: JointGraph) -> list[str]:
+    """Every node with all that is known of it."""
+    keys = ("val", "source", "root", "placement", "stack_trace", "nn_module_stack")
+    return [
+        f"{node.format_node()} {[(key, node.meta.get(key)) for key in keys]}"
+        for node in joint.graph.nodes
+    ]
+
+
+@pytest.mark.parametrize(
+    ("operator", "known"),
+    [(aten.relu.default, True), (sp.convert.default, True), (_APPLY, False)],
+)
+def test_what_others_wrote_may_have_effects(operator: torch._ops.OpOverload, known: bool) -> None:
+    """The function of a user writes in backward what nobody sees without functionalization."""
+    graph = fx.Graph()
+    graph.call_function(operator, (graph.placeholder("x"),))
+    assert effects.has_effects(graph) is not known
+
+
+class Clamped(nn.Module):
+    """The derivative of ``clamp`` writes into a mask that it has just made."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        return (x.clamp(-1.0, 1.0),)
+
+
+def test_what_a_derivative_writes_is_functional() -> None:
+    joint = trace_joint(region_of(Clamped(), torch.randn(4, 3)))
+    assert not effects.has_writes(joint.graph)
+    assert aten.logical_and.default in {node.target for node in joint.graph.nodes}
+    x = torch.tensor([-2.0, 0.5, 3.0]).expand(4, 3)
+    _, grad = _run(joint, x, torch.ones(4, 3))
+    assert grad is not None
+    assert torch.equal(grad, torch.tensor([0.0, 1.0, 0.0]).expand(4, 3))
+
+
+def test_an_operand_that_is_not_there_is_not_written() -> None:
+    """A derivative in C++ passes the mask of attention on, given or not."""
+
+    class Attention(nn.Module):
+        def forward(self, q: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    joint = trace_joint(region_of(Attention(), torch.randn(2, 2, 8, 4)))
+    (found,) = (node for node in joint.backward_nodes() if "flash" in str(node.target))
+    assert "attn_mask" not in found.kwargs
+
+
+def test_states_of_generators_are_not_made() -> None:
+    made = mock.patch.object(PhiloxStateTracker, "reset", side_effect=AssertionError)
+    with made:
+        trace_joint(region_of(Mlp(4), torch.randn(3, 4)))
 
 
 def test_input_without_value_is_refused() -> None:

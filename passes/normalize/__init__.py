@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -87,8 +88,9 @@ def normalize(captured: Captured, dropout: Literal["regenerate", "stored"] = "re
     # One name per operator first: the steps below match few of the many that mean the same.
     split_composites(graph, known=_REWRITTEN)
     canonical_operators(graph)
+    numbers = _numbers_of_the_code(captured)
     _drop_copies(graph)
-    _move_constants(captured)
+    _move(numbers, captured)
     _canonical_views(graph)
     _splits_with_sizes(graph)
     make_dims_negative(graph)
@@ -140,24 +142,43 @@ def _drop_copies(graph: Graph) -> None:
             replace_with(node, node.args[0])
 
 
-def _move_constants(captured: Captured) -> None:
-    """Move constants that are needed on another device alone: a step would copy them each time.
+def _numbers_of_the_code(captured: Captured) -> list[tuple[Node, str]]:
+    """Return the placeholders and names of tensors that forward makes of numbers.
 
-    On a GPU the host would wait for the copy, which cannot be recorded (``cuda_graphs``).
+    Those that it finds, in a closure say, have the same kind of name; what it makes is copied
+    first, as each call has one of its own.
     """
-    graph = captured.module.graph
-    for node, ref in zip(graph.find_nodes(op="placeholder"), captured.refs, strict=True):
+    placeholders = captured.module.graph.find_nodes(op="placeholder")
+    return [
+        (node, ref.name)
+        for node, ref in zip(placeholders, captured.refs, strict=True)
+        if ref.kind == "constant"
+        and "lifted_tensor" in ref.name
+        and all(is_call(user, *_COPIES) for user in node.users)
+    ]
+
+
+def _move(numbers: Sequence[tuple[Node, str]], captured: Captured) -> None:
+    """Move those that are needed on another device alone: a step would copy them each time.
+
+    On a GPU the host would wait for the copy, which cannot be recorded (``cuda_graphs``). Other
+    tensors stay: a moved one would not see what is written into it later.
+    """
+    for node, name in numbers:
         moves = [user for user in node.users if is_call(user, _aten._to_copy.default)]
         devices = {move.meta["val"].device for move in moves}
-        if ref.kind != "constant" or len(moves) < len(node.users) or len(devices) != 1:
+        if len(moves) < len(node.users) or len(devices) != 1:
             continue
-        (device,) = devices
-        captured.constants[ref.name] = captured.constants[ref.name].to(device)
-        node.meta["val"] = node.meta["val"].to(device)
+        moved = captured.constants[name].to(devices.pop())
+        # A dict of its own: a copy of the captured model has the other one.
+        captured.constants = {**captured.constants, name: moved}
+        node.meta["val"] = node.meta["val"].to(moved.device)
         for move in moves:
-            move.kwargs = {key: value for key, value in move.kwargs.items() if key != "device"}
-            if not move.kwargs:
+            dtype = move.meta["val"].dtype
+            if dtype is moved.dtype:
                 replace_with(move, node)
+            else:
+                move.kwargs = {"dtype": dtype}
 
 
 def _canonical_views(graph: Graph) -> None:

@@ -204,23 +204,23 @@ def _is_transposed(node: Node) -> bool:
 
 
 def _type_as(node: Node) -> None:
-    replace_with(node, _cast(node, node.args[0], node.meta["val"].dtype))
+    replace_with(node, _cast_like(node, node.args[0]))
 
 
 def _copy(node: Node) -> None:
-    # No value is ever written: a copy over another is the source, in the other's shape and dtype,
+    # No value is ever written: a copy over another is the source, with the other's shape and dtype,
     # and on its device: a number that is written into a tensor on a GPU comes from the CPU.
-    value = node.meta["val"]
-    _expand_to(node, _cast(node, node.args[1], value.dtype, value.device))
+    _expand_to(node, _cast_like(node, node.args[1]))
 
 
 def _fill(node: Node) -> None:
     _replace_by_factory(node, "full", arguments(node)["value"])
 
 
-def _cast(node: Node, x: Any, dtype: torch.dtype, device: torch.device | None = None) -> Node:
-    wanted, given = {"dtype": dtype, "device": device}, x.meta["val"]
-    new = {key: value for key, value in wanted.items() if value not in (None, getattr(given, key))}
+def _cast_like(node: Node, x: Any) -> Node:
+    given, wanted = x.meta["val"], node.meta["val"]
+    differ = [key for key in ("dtype", "device") if getattr(given, key) != getattr(wanted, key)]
+    new = {key: getattr(wanted, key) for key in differ}
     return insert_call(node, _aten._to_copy.default, (x,), new, origin=_ORIGIN) if new else x
 
 

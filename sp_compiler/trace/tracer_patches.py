@@ -53,12 +53,10 @@ def powers_of_sizes() -> Iterator[None]:
 
 
 def generators_left_alone() -> contextlib.AbstractContextManager[Any]:
-    """Context in which a derivative is traced without states of Philox generators.
-
-    They are made before each trace and after it, which takes a twentieth of that of a small region,
-    and are used only where random numbers of a GPU become operators of the graph.
-    """
-    return mock.patch.object(PhiloxStateTracker, "reset")
+    """Context in which a derivative is traced without states of Philox generators, a twentieth of
+    the trace of a small region, if random numbers of a GPU do not become operators of the graph."""
+    needed = torch._functorch.config.functionalize_rng_ops
+    return contextlib.nullcontext() if needed else mock.patch.object(PhiloxStateTracker, "reset")
 
 
 @functools.cache

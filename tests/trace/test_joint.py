@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._decomp.decompositions_for_rng import PhiloxStateTracker
+from torch._functorch import config as functorch_config
 from torch._subclasses import FakeTensorMode
 
 from sp_compiler.base.errors import PassError
@@ -234,6 +235,12 @@ def test_states_of_generators_are_not_made() -> None:
     made = mock.patch.object(PhiloxStateTracker, "reset", side_effect=AssertionError)
     with made:
         trace_joint(region_of(Mlp(4), torch.randn(3, 4)))
+        # Where random numbers of a GPU become operators, they are needed.
+        with (
+            functorch_config.patch(functionalize_rng_ops=True),
+            pytest.raises((AssertionError, RuntimeError)),
+        ):
+            trace_joint(region_of(Mlp(4), torch.randn(3, 4)))
 
 
 def test_input_without_value_is_refused() -> None:

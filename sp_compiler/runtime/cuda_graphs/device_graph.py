@@ -52,7 +52,11 @@ class DeviceGraph:
 
 def _leave_recording(device: torch.device) -> None:
     """Let the default generator draw again, which a recording that fails leaves in its own state:
-    every random number of the process would raise an error."""
+    every random number of the process would raise an error.
+
+    A new state takes its place, for no function ends a recording that failed; graphs of the user's
+    that were recorded before go on with the old one.
+    """
     index = torch.cuda.current_device() if device.index is None else device.index
     generator = torch.cuda.default_generators[index]
     generator.graphsafe_set_state(generator.clone_state())

@@ -62,6 +62,33 @@ def test_a_number_that_the_cpu_needs_as_well_stays_there() -> None:
     assert [line for line in body(captured) if "_to_copy" in line and "device=" in line]
 
 
+def test_a_type_is_taken_with_its_device() -> None:
+    captured = _normalized_on_device(lambda x: x * torch.tensor([1.0, 2.0, 3.0]).type_as(x))
+    (constant,) = captured.constants.values()
+    assert (constant.device.type, constant.dtype) == ("meta", torch.float32)
+    assert "_to_copy(%0, dtype=torch.float64)" in "\n".join(body(captured))
+    before = body(captured)
+    normalize(captured)
+    assert body(captured) == before
+
+
+def test_a_tensor_of_the_model_stays_where_it_is() -> None:
+    """Moved, it would not see what is written into it later."""
+    table = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    captured = _normalized_on_device(lambda x: x * table.type_as(x))
+    (constant,) = captured.constants.values()
+    assert constant.device.type == "cpu"
+    assert [line for line in body(captured) if "_to_copy" in line and "device=" in line]
+
+
+def test_a_copy_of_the_captured_model_keeps_its_numbers() -> None:
+    captured = captured_from(_written, randn(2, 3))
+    other = captured.copy()
+    before = dict(other.constants)
+    normalize(captured)
+    assert other.constants == before
+
+
 def test_on_one_device_nothing_is_moved() -> None:
     captured = captured_from(_written, randn(2, 3))
     normalize(captured)

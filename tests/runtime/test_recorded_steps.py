@@ -203,9 +203,15 @@ def test_fully_shard_is_an_obstacle(pools: list[Pool], one_rank: None) -> None:
 def test_a_failed_recording_leaves_the_stream_and_other_threads_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Torch's context leaves its stream current if it cannot end a recording."""
+    """Torch's context leaves its stream current if it cannot end a recording, and the default
+    generator of the device in the state of a recording."""
     device = torch.device("cuda", 1)
     current, given = ["user's"], {}
+    states = ["other device's", "recording"]
+    generator = SimpleNamespace(
+        clone_state=lambda: f"copy of {states[1]}",
+        graphsafe_set_state=lambda state: states.__setitem__(1, state),
+    )
 
     @contextlib.contextmanager
     def stream(value: str) -> Iterator[None]:
@@ -228,6 +234,7 @@ def test_a_failed_recording_leaves_the_stream_and_other_threads_alone(
         current_stream=lambda device: current[0],
         stream=stream,
         graph=graph,
+        default_generators=[None, generator],
     )
     monkeypatch.setattr(torch, "cuda", cuda)
 
@@ -238,4 +245,5 @@ def test_a_failed_recording_leaves_the_stream_and_other_threads_alone(
     with pytest.raises(RuntimeError, match="not permitted"):
         device_graph.DeviceGraph(device, "pool").record(fail)
     assert current == ["user's"]
+    assert states == ["other device's", "copy of recording"]
     assert given == {"pool": "pool", "stream": "of cuda:1", "capture_error_mode": "thread_local"}

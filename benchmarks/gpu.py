@@ -1,6 +1,6 @@
 """Measurements on an accelerator: memory against plans, numbers against the CPU, times of peers.
 
-    python -m benchmarks.gpu [--device cuda] [--only memory numbers] [--small] [--write]
+    python -m benchmarks.gpu [--device cuda] [--only memory slices] [--small] [--write]
 
 memory    bytes kept and the peak of a step of ten models as planned, as the operators made them,
           and as the allocator counted them, one rank
@@ -49,8 +49,6 @@ PARTS = ("memory", "numbers", "slices", "trace")
 # As many tokens as all of the models have positions.
 LARGE = Size(16, 8, 1024, 4096, 32000, 16, 64, 8, DROPOUT)
 SMALL = replace(architectures.size("dividing", 1), dropout=DROPOUT)
-
-
 _HEAD = """# On a GPU
 
 Written by `python -m benchmarks.gpu --write` from real runs; not edited by hand. `pytest -m slow
@@ -100,12 +98,8 @@ class NumbersRow:
     gradient_error: float
 
 
-_COLUMNS = {
-    "memory": tuple(MemoryRow.__annotations__),
-    "numbers": tuple(NumbersRow.__annotations__),
-    "slices": tuple(SliceRow.__annotations__),
-    "trace": tuple(KernelRow.__annotations__),
-}
+# The results are kept with their keys in the order of the alphabet.
+_KINDS = {"memory": MemoryRow, "numbers": NumbersRow, "slices": SliceRow, "trace": KernelRow}
 
 Row = MemoryRow | NumbersRow | SliceRow | KernelRow
 
@@ -192,13 +186,13 @@ def page(results: Mapping[str, Any]) -> str:
     for part, about in _ABOUT.items():
         if part not in results:
             continue
-        rows = results[part]["rows"]
+        columns = _KINDS[part].__annotations__
         size = ", sizes of the tests" if results[part]["small"] else ""
         paragraphs += [
             f"## {part.capitalize()}\n\n{about}\n\nOn {results[part]['machine']}{size}.\n",
             markdown_table(
-                [name.replace("_", " ") for name in _COLUMNS[part]],
-                [[_cell(row[name]) for name in _COLUMNS[part]] for row in rows],
+                [name.replace("_", " ") for name in columns],
+                [[_cell(row[name]) for name in columns] for row in results[part]["rows"]],
             ),
         ]
     return "\n".join(paragraphs)
@@ -238,7 +232,7 @@ def main() -> None:
         rows = [asdict(row) for row in makers[part]()]
         table = Table(*rows[0], title=part)
         for row in rows:
-            table.add_row(*(f"{x:.3g}" if isinstance(x, float) else str(x) for x in row.values()))
+            table.add_row(*map(_cell, row.values()))
         Console().print(table)
         if options.write:
             _keep(part, rows, small=options.small)

@@ -17,12 +17,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 import transformers
 from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import sp_compiler
 from benchmarks import contenders
@@ -30,6 +28,7 @@ from benchmarks.contenders import PRODUCT, Step
 from benchmarks.measure import alternate, ratio
 from benchmarks.models import PAPER_SETUPS, GPTConfig
 from benchmarks.peers.recompute import Recompute
+from tests.helpers.fake_group import fake_group
 
 RANKS = 8
 DROPOUT = 0.1
@@ -77,23 +76,13 @@ class KernelRow:
 
 def slices(device: str, *, small: bool, rounds: int) -> Iterator[SliceRow]:
     """The product, hand-written layers and the unsharded layer, dropout on and off."""
-    with _one_of_ranks(), _on(device):
+    with fake_group(RANKS), _on(device):
         for label, config, batch in _layers(small=small):
             ids = contenders.random_ids(config, batch, config.num_positions).to(device)
             for dropout in (0.0, DROPOUT):
                 sized = replace(config, dropout=dropout, attention_dropout=dropout)
                 yield from _timed(f"{label}, dropout={dropout}", _gpt_steps(sized, ids), rounds)
         yield from _timed("Llama-3-70B", _llama_steps(device, small=small), rounds)
-
-
-@contextlib.contextmanager
-def _one_of_ranks() -> Iterator[None]:
-    """Context in which this is rank 0 of 8, whose collectives cost nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def _layers(*, small: bool) -> Iterator[tuple[str, GPTConfig, int]]:
@@ -234,7 +223,7 @@ def _finish() -> None:
 def trace(device: str, *, small: bool, path: Path | None) -> Iterator[KernelRow]:
     """The kernels of a step of the 22B layer, the longest first; their trace goes to ``path``."""
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA][: 1 + (device != "cpu")]
-    with _one_of_ranks(), _on(device):
+    with fake_group(RANKS), _on(device):
         _, config, batch = next(_layers(small=small))
         sized = replace(config, dropout=DROPOUT, attention_dropout=DROPOUT)
         ids = contenders.random_ids(config, batch, config.num_positions).to(device)

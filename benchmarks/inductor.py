@@ -140,13 +140,11 @@ def case(name: str, device: str = "cpu") -> tuple[parity.Case, Grads]:
 
 
 def _cast(inputs: Mapping[str, Any], dtype: torch.dtype, device: str) -> dict[str, Any]:
-    moved = {
-        key: value.to(device) if isinstance(value, Tensor) else value
-        for key, value in inputs.items()
-    }
     return {
-        key: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-        for key, value in moved.items()
+        key: value.to(device, dtype if value.is_floating_point() else value.dtype)
+        if isinstance(value, Tensor)
+        else value
+        for key, value in inputs.items()
     }
 
 

@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_model
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import sp_compiler
 from benchmarks import gpu, inductor
@@ -24,6 +22,7 @@ from sp_compiler.ops.communicator import Communicator
 from sp_compiler.ops.dropout import dropout, dropout_mask
 from sp_compiler.runtime.cuda_graphs.device_graph import DeviceGraph, memory_pool
 from tests.helpers import host_memory, parity
+from tests.helpers.fake_group import fake_group
 from tests.models import architectures, zoo
 
 pytestmark = [
@@ -162,10 +161,8 @@ def test_kernels_of_inductor_have_the_numbers_of_eager_code(name: str) -> None:
 
 @pytest.fixture
 def one_of_eight() -> Iterator[None]:
-    """This is rank 0; collectives do nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    yield
-    dist.destroy_process_group()
+    with fake_group(8):
+        yield
 
 
 def _gpt() -> nn.Module:

@@ -94,6 +94,9 @@ class Launched:
 
     def run(self, *arguments, stream):
         names = self.kernel.arg_names
+        if len(arguments) > len(names):  # a template, of attention: its grid stands behind
+            self.kernel[arguments[len(names) :]](*arguments[: len(names)])
+            return
         given = dict(zip(names, arguments))
         blocks = {name: BLOCKS[name] for name in names if name in BLOCKS}
         grid = [
@@ -111,7 +114,11 @@ def load(text: str) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
     lines = [*(line for line in imports if "get_raw_stream" not in line), _HEAD]
     written = r"^(\w+) = async_compile\.triton\('\w+', '''(.*?)^'''"
     for name, source in re.findall(written, text, re.MULTILINE | re.DOTALL):
-        _, _, kernel = source.partition("triton_helpers.set_driver_to_gpu()\n")
+        kernel = source[source.index("@triton_heuristics") :]
+        # The functions of a template have the same names in each kernel.
+        for inner in re.findall(r"^def (\w+)\(", kernel, re.MULTILINE):
+            if inner != name:
+                kernel = re.sub(rf"\b{inner}\b", f"{name}_{inner}", kernel)
         tuned = r"^@triton_heuristics\.\w+\(.*?^\)\n(?=@triton\.jit)"
         lines.append(re.sub(tuned, "", kernel, flags=re.MULTILINE | re.DOTALL))
         lines.append(f"{name} = Launched({name})")

@@ -35,7 +35,7 @@ from sp_compiler.base.units import bytes_text
 from sp_compiler.cost.step_memory import step_memory
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ops.communicator import Communicator
-from sp_compiler.ops.host_memory import HostTrip
+from sp_compiler.ops.gpu.host_memory import HostTrip
 from sp_compiler.runtime.executor import Executor
 from sp_compiler.verification.judge import backward
 from tests.helpers import parity

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeVar
 from unittest import mock
@@ -19,6 +20,7 @@ from torch._dynamo.device_interface import CudaInterface
 from torch._inductor import config
 from torch._inductor.graph import GraphLowering
 from torch._subclasses import FakeTensorMode
+from torch.fx import GraphModule
 from torch.utils._pytree import tree_map
 
 from sp_compiler.inductor import lowering
@@ -90,13 +92,20 @@ def _on_gpu(traced: Traced) -> Traced:
 
     # By hand: fake kernels of some operators ask a PyTorch without CUDA for its device.
     with mode:
-        for node in traced.module.graph.nodes:
-            if "device" in node.kwargs:
-                node.update_kwarg("device", _DEVICE)
-            if "val" in node.meta:
-                node.meta["val"] = tree_map(moved, node.meta["val"])
+        for module in traced.module.modules():  # of attention also the functions of its scores
+            for node in module.graph.nodes if isinstance(module, GraphModule) else ():
+                if "device" in node.kwargs:
+                    node.update_kwarg("device", _DEVICE)
+                if "val" in node.meta:
+                    node.meta["val"] = tree_map(moved, node.meta["val"])
         fakes = [moved(x) for x in traced.fakes]
     return dataclasses.replace(traced, mode=mode, fakes=fakes)
+
+
+def _in_order_of(x: Tensor, strides: Sequence[int]) -> Tensor:
+    order = sorted(range(x.dim()), key=lambda dim: -strides[dim])
+    ordered = x.new_empty([x.shape[dim] for dim in order])
+    return ordered.permute([order.index(dim) for dim in range(x.dim())])
 
 
 @contextlib.contextmanager
@@ -123,6 +132,10 @@ def _gpu_pretended() -> Iterator[None]:
         # It tries the write that it plans on fake tensors, for which torch asks CUDA.
         written = "torch._inductor.fx_passes.reinplace._inplace_generalized_scatter"
         stack.enter_context(mock.patch(written, lambda written, value, views: written))
+        # Likewise for the result of attention, which it copies into the order of the queries.
+        # (By its module's name: the package has an operator of that name in its place.)
+        flex = importlib.import_module("torch._higher_order_ops.flex_attention")
+        stack.enter_context(mock.patch.object(flex, "_permute_strides", _in_order_of))
         # For fake results torch decomposes these, and asks CUDA on the way.
         empty = {op: lambda x, *_: torch.empty_like(x) for op in _DECOMPOSED}
         stack.enter_context(mock.patch.dict(decomposition_table, empty))

@@ -6,7 +6,7 @@ Passes in parentheses run only where an option asks for them::
                       (loss_only, expert_parallel, half_batches),
                       outline                                     ``to_program``
     one rank's part   shard, check                                ``Compilation._run_passes``
-    each region       joint, simplify, chunk, tag, partition,
+    each region       (fuse_attention), joint, simplify, chunk, tag, partition,
                       (split_backward), (overlap), check, (async_tp), codegen
 
 - export: one flat graph of ATen operators, by torch.export; normalize: one spelling for what
@@ -17,6 +17,7 @@ Passes in parentheses run only where an option asks for them::
 - outline: the graph as calls of distinct regions, equal layers sharing one;
 - shard: a placement for every value, and collectives between placements that differ;
 - check: placements derived again, by rules of its own, and calls compared with the model's;
+- fuse_attention: attention that is spelled out as one operator, on a GPU;
 - joint: forward and backward in one graph; simplify: equal casts once, in front of gathers,
   without what differentiating left behind, and with copies for kernels that read in order;
 - chunk: loss head in chunks of rows, attention in chunks of queries: neither exists as a whole;
@@ -54,7 +55,7 @@ from sp_compiler.ir.compiled_program import CompiledProgram, LossBackward
 from sp_compiler.ir.concretize import Concretizer, concretized
 from sp_compiler.ir.forward_backward import Partitioned
 from sp_compiler.ir.hints import wishes_of
-from sp_compiler.ir.program import Program
+from sp_compiler.ir.program import Program, Region
 from sp_compiler.options import CompileOptions
 from sp_compiler.pass_manager.dump import dump, dump_folder
 from sp_compiler.pass_manager.fallback import fallback_note, refused_operator
@@ -67,6 +68,7 @@ from sp_compiler.passes.async_tp import async_tp
 from sp_compiler.passes.casts import share_casts
 from sp_compiler.passes.chunks.chunk import chunk
 from sp_compiler.passes.expert_parallel import expert_parallel
+from sp_compiler.passes.fuse_attention import fuse_attention, has_kernel
 from sp_compiler.passes.half_batches import half_batches
 from sp_compiler.passes.loss_only import loss_only
 from sp_compiler.passes.memory.budget import candidates_of, tag_under_budget, with_offloads
@@ -279,7 +281,7 @@ class Compilation:
             name = region.name
             # After sharding: the gradient of a collective is a collective too, which simplify and
             # the recompute policies should see.
-            joints[name] = run.once(Pass.JOINT, trace_joint, region, region=name)
+            joints[name] = run.once(Pass.JOINT, trace_joint, self._fused(region), region=name)
             run.once(Pass.SIMPLIFY, share_casts, joints[name], region=name)
             run.once(Pass.SIMPLIFY, simplify, joints[name].graph, region=name)
             run.once(Pass.SIMPLIFY, order_memory, joints[name], region=name)
@@ -336,6 +338,11 @@ class Compilation:
             # Not with the program after sharding: a pass could have changed its list of calls.
             to_check = program, self._program, sharded.param_placements
             self._run(Pass.CHECK, check_calls, *to_check)
+
+    def _fused(self, region: Region) -> Region:
+        if not has_kernel(region):
+            return region
+        return self._run.once(Pass.FUSE_ATTENTION, fuse_attention, region, region=region.name)
 
     def _tag(
         self,

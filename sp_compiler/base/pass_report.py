@@ -40,6 +40,7 @@ class Pass(StrEnum):
     SHARD = "shard"
     # Twice: the sharded forward before it is differentiated, and what runs in the end.
     CHECK = "check"
+    FUSE_ATTENTION = "fuse_attention"
     JOINT = "joint"
     SIMPLIFY = "simplify"
     CHUNK = "chunk"

@@ -205,7 +205,7 @@ def is_nestable(node: Node) -> bool:
 def stays_apart(node: Node) -> bool:
     """Return whether a backend that compiles code between collectives leaves ``node`` out."""
     ours = operator_of(node.target)
-    return is_collective(node) or (ours is not None and ours.checks_numbers)
+    return is_collective(node) or (ours is not None and ours.runs_apart)
 
 
 def is_unpacked(node: Node) -> bool:

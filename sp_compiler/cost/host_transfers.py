@@ -1,4 +1,4 @@
-"""Time of copies to the host and back, which :mod:`sp_compiler.ops.host_memory` starts."""
+"""Time of copies to the host and back, which :mod:`sp_compiler.ops.gpu.host_memory` starts."""
 
 from __future__ import annotations
 

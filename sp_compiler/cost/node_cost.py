@@ -27,13 +27,14 @@ from sp_compiler.ir.op_traits import (
 )
 from sp_compiler.ops.accumulate import ADD_PRODUCT, WRITE_ROWS
 from sp_compiler.ops.async_products import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
+from sp_compiler.ops.attention import DROPOUT_ATTENTION, DROPOUT_ATTENTION_BACKWARD
 from sp_compiler.ops.registry import Collective, operator_of
 from sp_compiler.ops.vocabulary import VOCAB_EMBEDDING
 
 _aten = torch.ops.aten
 _ATTENTION_BACKWARDS = frozenset(
-    getattr(_aten, f"{attention.overloadpacket.__name__}_backward").default
-    for attention in FUSED_ATTENTION
+    getattr(getattr(torch.ops, each.namespace), f"{each.overloadpacket.__name__}_backward").default
+    for each in FUSED_ATTENTION
 )
 # Operators that read of their first operand what an index picks.
 _LOOKUPS = frozenset(
@@ -201,10 +202,21 @@ def compute_us(
         return kernel_us(0, fused[node], product_dtype(node), hardware)
     _, flops = node_flops(node)
     time_us = kernel_us(flops, _moved_bytes(node), product_dtype(node), hardware)
-    ours = operator_of(node.target)
-    if ours is not None and ours.placed:  # its numbers are drawn
-        time_us = max(time_us, hardware.drawn_us(node.meta["val"].numel()))
+    if (count := _drawn_numbers(node)) > 0:
+        time_us = max(time_us, hardware.drawn_us(count))
     return time_us
+
+
+def _drawn_numbers(node: Node) -> int:
+    """Return how many random numbers an operator draws."""
+    ours = operator_of(node.target)
+    if ours is not None and ours.placed:
+        return int(node.meta["val"].numel())
+    if ours in (DROPOUT_ATTENTION, DROPOUT_ATTENTION_BACKWARD):
+        given = arguments(node)
+        query, key = given["query"].meta["val"], given["key"].meta["val"]
+        return math.prod(query.shape[:-1]) * key.shape[-2] if given["seed"] is not None else 0
+    return 0
 
 
 def _moved_bytes(node: Node) -> int:

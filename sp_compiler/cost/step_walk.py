@@ -5,7 +5,8 @@ count. The model's outputs do, and so do temporary gradients: a part of the grad
 that several calls use, until it is added to the others, and gradients of replicated parameters,
 until they are reduced together. So do copies of parameters with their padding, while a call runs.
 What a call sends to the host leaves the device when the next call has run, and is fetched when the
-backward of the next call begins: for that long it is copied (:mod:`sp_compiler.ops.host_memory`).
+backward of the next call begins: for that long it is copied
+(:mod:`sp_compiler.ops.gpu.host_memory`).
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ def _stays(call: ast.Call) -> bool:
     if not isinstance(owner, ast.Name) or owner.id != "tp" or call.func.attr in _LOCAL_METHODS:
         return False
     ours = OPERATORS.get(call.func.attr)
-    return ours is None or ours.collectives is not None or ours.checks_numbers
+    return ours is None or ours.collectives is not None or ours.runs_apart
 
 
 def _operators(node: ast.stmt) -> Iterator[ast.expr]:

@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from sp_compiler.ir.fx import arguments, placements_of
 from sp_compiler.ops.async_products import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
+from sp_compiler.ops.attention import DROPOUT_ATTENTION
 from sp_compiler.ops.convert import WAIT, Conversion, conversion_between
 from sp_compiler.ops.dropout import DROPOUT, DROPOUT_MASK
 from sp_compiler.ops.registry import OPERATORS, operator_of
@@ -29,7 +30,7 @@ MATMULS = {
 # Rows sorted by expert times a matrix per expert; by name, for the second belongs to transformers,
 # which need not be installed.
 _GROUPED = frozenset({"aten::_grouped_mm", "transformers::grouped_mm_fallback"})
-# The forms of ``scaled_dot_product_attention`` that PyTorch picks by device and dtype.
+# Ours, and the forms of ``scaled_dot_product_attention`` that PyTorch picks by device and dtype.
 FUSED_ATTENTION = frozenset(
     {
         aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -37,6 +38,7 @@ FUSED_ATTENTION = frozenset(
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,
         aten._scaled_dot_product_fused_attention_overrideable.default,
+        DROPOUT_ATTENTION.overload,
     }
 )
 # Views of a part of their argument: to save the result keeps the full storage alive.

@@ -68,7 +68,8 @@ class Grid:
         shape: of one rank's part.
         device: device of the numbers.
         seed: 0-dim int64.
-        site: number of this draw among those that share ``seed``.
+        site: number of this draw among those that share ``seed``; a 0-dim int64 tensor where one
+            function is compiled for all of them.
         dim: the sharded dimension; ignored if ``world_size`` is 1.
         world_size: over how many ranks ``dim`` is sharded; 1 for a replicated tensor: every
             rank draws the same numbers.
@@ -85,7 +86,7 @@ class Grid:
         shape: Sequence[int],
         device: torch.device,
         seed: Tensor,
-        site: int,
+        site: int | Tensor,
         dim: int,
         world_size: int,
         rank: int | Tensor,
@@ -126,8 +127,9 @@ class Grid:
             rows = rows + first_row
         # Site and seed are mixed before they are added: seeds and sites are small numbers in a row,
         # whose plain sums would meet (seed 1 at site 2, seed 2 at site 1).
-        key = _in_memory(_mix64(_in_memory(_mix64(seed)) + mix64_number(site)))
-        low, high = _halves(_in_memory(_mix64(key + rows * _GOLDEN)))
+        mixed_site = _mix64(site) if isinstance(site, Tensor) else mix64_number(site)
+        key = in_memory(_mix64(in_memory(_mix64(seed)) + mixed_site))
+        low, high = _halves(in_memory(_mix64(key + rows * _GOLDEN)))
         self.low, self.high = low.unsqueeze(1), high.unsqueeze(1)
         self.columns, self.column_highs = _halves(columns)
 
@@ -163,6 +165,21 @@ class Grid:
         return _xor_shift(bits, 16, shifted).mul_(_HASH_FIRST)
 
 
+def bits_of(low: Tensor, high: Tensor, column: Tensor) -> Tensor:
+    """Return the 32 bits of an element from the key of its row and its column, of less than 2^32.
+
+    As :class:`Grid` has them, for kernels that compute element by element and write nothing.
+    """
+    bits = low ^ column
+    bits = (bits ^ _shifted(bits, 16)) * _HASH_FIRST
+    bits = (bits ^ _shifted(bits, 15) ^ high) * _HASH_SECOND
+    return (bits ^ _shifted(bits, 16)) * _HASH_FIRST
+
+
+def _shifted(x: Tensor, shift: int) -> Tensor:
+    return (x >> shift) & ((1 << (32 - shift)) - 1)
+
+
 def _count(size: int, device: torch.device) -> Tensor:
     """Return 0, 1, ... as numbers of 64 bits, whoever compiles it.
 
@@ -187,7 +204,7 @@ def _mix64(x: Tensor) -> Tensor:
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
-def _in_memory(x: Tensor) -> Tensor:
+def in_memory(x: Tensor) -> Tensor:
     """Return ``x`` as a view that a compiler cannot fuse through.
 
     Every ``x ^ x >> n`` reads ``x`` twice. A compiler that puts the expression of ``x`` into both

@@ -57,7 +57,7 @@ def dropout_mask(  # noqa: PLR0913 - those of the operator
     """
     mask = torch.empty_like(x, dtype=torch.bool)
     place = site, dim, world_size, tp.rank, first_row, padding, first_query, num_queries
-    threshold = _threshold(p)
+    threshold = threshold_of(p)
     if not is_plain(tp.rank, x, seed):
         grid = Grid(x.shape, x.device, seed, *place)
         return mask.copy_((grid.hash_all() >= threshold).view(x.shape))
@@ -94,7 +94,7 @@ def dropout(  # noqa: PLR0913 - those of the operator
     """
     result = torch.empty_like(x)
     place = site, dim, world_size, tp.rank, first_row, padding, first_query, num_queries
-    threshold, scale = _threshold(p), 1 / (1 - p)
+    threshold, scale = threshold_of(p), 1 / (1 - p)
     if not is_plain(tp.rank, x, seed):
         grid = Grid(x.shape, x.device, seed, *place)
         survives = (grid.hash_all() >= threshold).view(x.shape)
@@ -122,7 +122,7 @@ def _gpu_kernel() -> Callable[..., None] | None:
     return run_dropout
 
 
-def _threshold(p: float) -> int:
+def threshold_of(p: float) -> int:
     """Return the smallest int32 that survives: a fraction ``p`` of the 2^32 values is below it."""
     if not 0 <= p < 1:
         raise ArgumentError(f"dropout p={p!r}: expected a probability in [0, 1)")

@@ -85,8 +85,8 @@ class Operator:
             read it; without it, they have plain numbers for the dims of the result.
         collectives: the kernel's communication, from its arguments and its result; ``None`` for
             none. (Conversions have theirs in :data:`~sp_compiler.ops.convert.CONVERSIONS`.)
-        checks_numbers: whether the kernel reads values on the host to reject wrong ones, so that no
-            backend may compile it.
+        checks_numbers: whether the kernel reads values on the host to reject wrong ones.
+        compiled: whether the kernel is compiled by itself.
         writes: whether the kernel writes into its first argument and returns it. No other node of a
             graph reads that argument afterwards.
         scratch_bytes: bytes of temporary memory of the kernel, from its arguments and its result.
@@ -106,6 +106,7 @@ class Operator:
     dims: str = ""
     collectives: Callable[[Arguments, Any], Sequence[Collective]] | None = None
     checks_numbers: bool = False
+    compiled: bool = False
     scratch_bytes: Callable[[Arguments, Any], int] = lambda args, result: 0
     writes: bool = False
     pipelined: bool = False
@@ -114,6 +115,11 @@ class Operator:
     def overload(self) -> Any:
         """The operator overload, which is the target of its nodes."""
         return getattr(torch.ops.sp_compiler, self.name).default
+
+    @property
+    def runs_apart(self) -> bool:
+        """Return whether no backend may compile the kernel as a part of a function."""
+        return self.checks_numbers or self.compiled
 
     @cached_property
     def takes_world_size(self) -> bool:

@@ -21,7 +21,7 @@ from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.program import Call, Ref, Region
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.ops.counter import call_seeds
-from sp_compiler.ops.host_memory import HostTrip
+from sp_compiler.ops.gpu.host_memory import HostTrip
 from sp_compiler.runtime.mesh_axes import AXIS, EXPERT_AXIS
 from sp_compiler.runtime.parameter_gradients import mark_reduced_by_hooks
 from sp_compiler.runtime.reductions import DeferredGradients, ReplicateParameters

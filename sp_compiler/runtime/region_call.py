@@ -17,7 +17,7 @@ from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.base.placement import Placement
 from sp_compiler.ir.compiled_program import LossBackward, RegionCode
 from sp_compiler.ops.communicator import Communicator
-from sp_compiler.ops.host_memory import HostTrip
+from sp_compiler.ops.gpu.host_memory import HostTrip
 from sp_compiler.runtime.padding import padded_part, without_rank_padding
 from sp_compiler.runtime.parameter_gradients import (
     CompiledFunction,

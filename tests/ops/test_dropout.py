@@ -159,7 +159,7 @@ def test_drop_rate(p: float) -> None:
 
 
 def test_probability_resolution() -> None:
-    thresholds = [module._threshold(k * 2.0**-32) for k in (0, 1, 2, 2**31, 2**32 - 1)]
+    thresholds = [module.threshold_of(k * 2.0**-32) for k in (0, 1, 2, 2**31, 2**32 - 1)]
     assert thresholds == [-(2**31), 1 - 2**31, 2 - 2**31, 0, 2**31 - 1]
 
 

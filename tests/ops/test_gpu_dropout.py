@@ -36,7 +36,7 @@ def _both(
     site, dim, world_size, *rest = place
     rest += [0] * (4 - len(rest))
     tp = Communicator(None, rank, world_size)
-    given = SEED, operators._threshold(p), 1 / (1 - p), site, dim, world_size, rank, *rest
+    given = SEED, operators.threshold_of(p), 1 / (1 - p), site, dim, world_size, rank, *rest
     for operator, result in (
         (operators.dropout, torch.empty_like(x)),
         (operators.dropout_mask, torch.empty_like(x, dtype=torch.bool)),

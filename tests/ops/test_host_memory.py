@@ -16,8 +16,8 @@ from sp_compiler.api import plan
 from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.cost.step_memory import step_memory
 from sp_compiler.ir.compiled_program import CompiledProgram
-from sp_compiler.ops import host_memory as ops_host_memory
-from sp_compiler.ops.host_memory import HostTrip
+from sp_compiler.ops.gpu import host_memory as ops_host_memory
+from sp_compiler.ops.gpu.host_memory import HostTrip
 from sp_compiler.options import CompileOptions
 from sp_compiler.planning.build import make_plan
 from sp_compiler.verification.variants import variants_by_pass

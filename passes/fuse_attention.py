@@ -1,0 +1,300 @@
+"""Attention that a model spells out, or that has dropout, as one operator: on a GPU, where it has a
+kernel.
+
+::
+
+    scores = matmul(q, k) * scale + bias    (b, a, s, l)
+    scores = where(mask, scores, -inf)                          context, logsumexp =
+    probs = dropout(softmax(scores))                      ->        dropout_attention(q, k, v, ...)
+    context = matmul(probs, v)              (b, a, s, w)
+
+The operator keeps a number per query in place of what is (b, a, s, l) here, and leaves nothing to
+recompute or to run in chunks. Before differentiation, because its gradient is an operator too;
+after sharding and the check of that, because the rules of products and softmax place what it is
+made of. Scale, bias, mask and dropout are optional, as are casts and a merge of samples and heads
+between the steps. A query that may see no key has the context 0, where a graph may make NaN.
+
+Returns a copy of the region. Reads ``meta["val"]``, ``meta["requires_grad"]`` and
+``meta["placement"]``; the context has the meta of the product that it replaces.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import SymInt, Tensor
+from torch.fx import Node
+
+from sp_compiler.base.pass_report import Pass, report_of
+from sp_compiler.ir.fx import arguments, calls, is_call, module_of, shape_of
+from sp_compiler.ir.op_traits import is_cast
+from sp_compiler.ir.program import Region
+from sp_compiler.ir.rewriting import copy_graph, erase_dead, insert_call, replace_with
+from sp_compiler.ops.attention import DROPOUT_ATTENTION
+from sp_compiler.ops.dropout import DROPOUT
+
+_ORIGIN = Pass.FUSE_ATTENTION
+_aten = torch.ops.aten
+DEVICES = ("cuda",)
+"""Types of devices that have a kernel for the operator."""
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Queries and keys of a block of the kernel: of fewer, scores take little memory.
+_LEAST_ROWS = 128
+# Of a head: products of less than 16 columns are none to a GPU, and blocks must fit on a core.
+_WIDTHS = range(16, 257)
+_PRODUCTS = (_aten.matmul.default, _aten.bmm.default)
+_SOFTMAX = (_aten.softmax.int, _aten._softmax.default)
+
+
+class _ObstacleError(Exception):
+    """Why attention stays as it is."""
+
+
+def has_kernel(region: Region) -> bool:
+    """Return whether ``region`` runs where the operator has a kernel."""
+    values = (node.meta["val"] for node in region.placeholders)
+    return any(isinstance(x, Tensor) and x.device.type in DEVICES for x in values)
+
+
+def fuse_attention(region: Region) -> Region:
+    """Return ``region`` with attention as single operators, where that can be.
+
+    Args:
+        region: sharded.
+    """
+    graph = copy_graph(region.module.graph)
+    for context in calls(graph, *_PRODUCTS):
+        probabilities = _behind_softmax(context.args[0])
+        if probabilities is None:
+            continue
+        try:
+            _fuse(context, _Attention(context, probabilities))
+        except _ObstacleError as obstacle:
+            report_of(_ORIGIN).decline(context, str(obstacle))
+    erase_dead(graph)
+    graph.lint()
+    return replace(region, module=module_of(graph, region.module))
+
+
+def _behind_softmax(node: Any) -> list[Node] | None:
+    """Return the nodes from the last factor back to a softmax, it included; ``None`` without
+    one."""
+    steps: list[Node] = []
+    while isinstance(node, Node) and node.op == "call_function":
+        steps.append(node)
+        if is_call(node, *_SOFTMAX):
+            return steps
+        if is_call(node, _aten.where.ScalarOther):
+            node = node.args[1]
+        elif _is_rearranged(node) or is_call(node, DROPOUT.overload):
+            node = node.args[0]
+        else:
+            return None
+    return None
+
+
+def _is_rearranged(node: Node) -> bool:
+    """Return whether a node has the numbers of its operand: cast, or with leading dims merged."""
+    if is_cast(node):
+        return node.meta["val"].is_floating_point()
+    if not is_call(node, _aten.reshape.default):
+        return False
+    source = node.args[0]
+    return isinstance(source, Node) and shape_of(source)[-2:] == shape_of(node)[-2:]
+
+
+class _Attention:
+    """What the operator is given of a chain of nodes that ends in a product with values.
+
+    Attributes:
+        lead: samples and heads, as the scores have them where their dropout is.
+        query, key, value: factors of the products; the keys are transposed, (..., d, l).
+        scale: of the scores.
+        bias: added to them.
+        mask: False where they are -inf.
+        inverted: whether the mask is True there instead.
+        dropout: the arguments of the dropout.
+
+    Raises:
+        _ObstacleError: the operator does not stand for the chain.
+    """
+
+    def __init__(self, context: Node, probabilities: Sequence[Node]) -> None:
+        self.value: Node = context.args[1]
+        self.scale = 1.0
+        self.bias: Node | None = None
+        self.mask: Node | None = None
+        self.inverted = False
+        self.dropout: dict[str, Any] | None = None
+        self._zeros: Node | None = None  # the mask of what is 0 behind the softmax
+        self._num_dims: dict[Node, int] = {}  # of the scores where a mask or bias is applied
+        for node in probabilities:
+            self._alone(node)
+        for node in probabilities[:-1]:
+            self._read_probabilities(node)
+        softmax = probabilities[-1]
+        if softmax.args[1] not in (-1, len(shape_of(softmax)) - 1):
+            raise _ObstacleError("its softmax is not over the last dim")
+        holder = next((x for x in probabilities if is_call(x, DROPOUT.overload)), softmax)
+        self.lead = shape_of(holder)[:-2]
+        node = softmax.args[0]
+        while not is_call(node, *_PRODUCTS, _aten.baddbmm.default):
+            self._alone(node)
+            node = self._read_scores(node)
+        self._alone(node)
+        self.query, self.key = self._factors(node)
+        if self._zeros is not None and self._zeros is not self.mask:
+            raise _ObstacleError("some probabilities are set to 0 whose scores are not masked")
+        self._require_kernel()
+
+    def _alone(self, node: Any) -> None:
+        if not isinstance(node, Node) or node.op != "call_function":
+            raise _ObstacleError("its scores are made elsewhere")
+        if len(node.users) > 1:
+            raise _ObstacleError(f"{node.name} is used by others, too")
+
+    def _read_probabilities(self, node: Node) -> None:
+        if is_call(node, DROPOUT.overload):
+            given = arguments(node)
+            if self.dropout is not None or given["num_queries"]:
+                raise _ObstacleError("its dropout is one of several")
+            self.dropout = given
+        elif is_call(node, _aten.where.ScalarOther):
+            if self._zeros is not None or self.dropout is None or node.args[2] != 0:
+                raise _ObstacleError("its probabilities are changed behind the softmax")
+            self._zeros = node.args[0]
+
+    def _read_scores(self, node: Node) -> Any:
+        """Take up a node between product and softmax; return the one before it."""
+        if _is_rearranged(node):
+            return node.args[0]
+        if is_call(node, _aten.mul.Tensor, _aten.div.Tensor):
+            scores, factor = node.args
+            if isinstance(factor, int | float) and factor:
+                self.scale *= 1 / factor if is_call(node, _aten.div.Tensor) else factor
+                return scores
+        elif self.scale != 1:
+            raise _ObstacleError("its scores are scaled with a bias or mask")
+        elif is_call(node, _aten.add.Tensor) and arguments(node)["alpha"] == 1:
+            return self._read_bias(node)
+        elif is_call(node, _aten.where.ScalarOther):
+            mask, scores, lowest = node.args
+            return self._read_mask(node, scores, mask, lowest, inverted=False)
+        elif is_call(node, _aten.masked_fill.Scalar):
+            scores, mask, lowest = node.args
+            return self._read_mask(node, scores, mask, lowest, inverted=True)
+        raise _ObstacleError(f"{node.name} changes its scores")
+
+    def _read_bias(self, node: Node) -> Any:
+        scores, bias = node.args
+        gradients = [isinstance(x, Node) and x.meta["requires_grad"] for x in (scores, bias)]
+        if gradients == [False, True]:
+            scores, bias = bias, scores
+        if not isinstance(bias, Node) or self.bias is not None:
+            raise _ObstacleError("more than one bias is added to its scores")
+        if bias.meta["requires_grad"]:
+            raise _ObstacleError(f"its bias {bias.name} has a gradient")
+        self.bias = bias
+        self._num_dims[bias] = len(shape_of(node))
+        return scores
+
+    def _read_mask(
+        self, node: Node, scores: Any, mask: Node, lowest: float, *, inverted: bool
+    ) -> Any:
+        if self.mask is not None:
+            raise _ObstacleError("its scores have more than one mask")
+        # Of a row without keys, what is finite would count. Where such rows are 0 behind the
+        # softmax, the lowest number serves as -inf: of all other rows it has no share.
+        is_lowest = lowest == torch.finfo(node.meta["val"].dtype).min
+        if lowest != -math.inf and not (is_lowest and self._zeros is mask):
+            raise _ObstacleError(f"its mask makes scores {lowest}, not -inf")
+        self.mask, self.inverted = mask, inverted
+        self._num_dims[mask] = len(shape_of(node))
+        return scores
+
+    def _factors(self, product: Node) -> tuple[Node, Node]:
+        if not is_call(product, _aten.baddbmm.default):
+            query, key = product.args
+            return query, key
+        given = arguments(product)
+        bias = given["self"]
+        if self.bias is not None or self.scale != 1 or given["beta"] != 1:
+            raise _ObstacleError("more than one bias is added to its scores")
+        if bias.meta["requires_grad"]:
+            raise _ObstacleError(f"its bias {bias.name} has a gradient")
+        self.bias, self.scale = bias, float(given["alpha"])
+        self._num_dims[bias] = len(shape_of(product))
+        return given["batch1"], given["batch2"]
+
+    def shape_in_scores(self, x: Node) -> tuple[int, ...]:
+        """Return the shape of a mask or bias with the dims of ``lead``, queries and keys."""
+        num_dims = self._num_dims[x]
+        shape = (*[1] * (num_dims - len(shape_of(x))), *shape_of(x))
+        leading, rows = shape[:-2], shape[-2:]
+        if num_dims == len(self.lead) + 2:
+            return shape
+        if math.prod(leading) == 1:
+            return (*[1] * len(self.lead), *rows)
+        if leading == (math.prod(self.lead),):  # samples and heads in one dim there
+            return (*self.lead, *rows)
+        raise _ObstacleError(f"{x.name} has other samples and heads than its probabilities")
+
+    def _require_kernel(self) -> None:
+        factors = self.query, self.key, self.value
+        dtypes = {x.meta["val"].dtype for x in factors}
+        if len(dtypes) > 1 or dtypes.isdisjoint(_DTYPES):
+            raise _ObstacleError(f"no kernel for {', '.join(sorted(map(str, dtypes)))}")
+        shapes = [shape_of(x) for x in factors]
+        if any(isinstance(size, SymInt) for size in (*self.lead, *sum(shapes, ()))):
+            raise _ObstacleError("its sizes are open: each would be compiled anew")
+        if len(self.lead) not in (1, 2) or len({math.prod(x[:-2]) for x in shapes}) > 1:
+            raise _ObstacleError("its scores have other dims than samples, heads, queries and keys")
+        (*_, queries, width), (*_, keys), (*_, columns) = shapes
+        masks = [self.shape_in_scores(x) for x in (self.mask, self.bias) if x is not None]
+        if any(math.prod(shape) == 1 for shape in masks):
+            raise _ObstacleError("its mask or bias is a single number")
+        if min(queries, keys) < _LEAST_ROWS:
+            raise _ObstacleError(f"fewer than {_LEAST_ROWS} queries or keys")
+        if width not in _WIDTHS or columns not in _WIDTHS:
+            raise _ObstacleError(f"no kernel for heads of {width} and {columns} columns")
+        if self.dropout is not None and self.dropout["world_size"] > 1:
+            scores = len(self.lead) + 2
+            if self.dropout["dim"] % scores >= len(self.lead):
+                raise _ObstacleError("its queries or keys are sharded")
+
+
+def _fuse(context: Node, attention: _Attention) -> None:
+    def made(target: Any, *args: Any) -> Node:
+        return insert_call(context, target, args, origin=_ORIGIN)
+
+    def shaped(x: Node, shape: Sequence[int]) -> Node:
+        same = shape_of(x) == tuple(shape)
+        return x if same else made(_aten.reshape.default, x, list(shape))
+
+    ones = [1] * (2 - len(attention.lead))
+    lead = (*ones, *attention.lead)
+    key = made(_aten.transpose.int, attention.key, -2, -1)
+    factors = (
+        shaped(x, (*lead, *shape_of(x)[-2:])) for x in (attention.query, key, attention.value)
+    )
+    mask, bias = (
+        None if x is None else shaped(x, (*ones, *attention.shape_in_scores(x)))
+        for x in (attention.mask, attention.bias)
+    )
+    if mask is not None and attention.inverted:
+        mask = made(_aten.logical_not.default, mask)
+    tensors = (*factors, mask, bias)
+    place: tuple[Any, ...] = (None, attention.scale, 0.0, 0, 0, 1)
+    if (given := attention.dropout) is not None:
+        dim = given["dim"] % (len(attention.lead) + 2) + len(ones)
+        where = given["p"], given["site"], dim, given["world_size"]
+        place = given["seed"], attention.scale, *where, given["first_row"], given["padding"]
+    fused = made(DROPOUT_ATTENTION.overload, *tensors, *place)
+    result = shaped(made(operator.getitem, fused, 0), shape_of(context))
+    result.meta["placement"] = context.meta["placement"]
+    replace_with(context, result)

@@ -1,0 +1,367 @@
+"""Attention with dropout by FlexAttention, whose kernels never write scores to memory.
+
+FlexAttention changes scores before its softmax, and dropout is of what the softmax returns. With M
+what survives, 0 or 1, a softmax of ``s + log(M / (1 - p))`` has the right numerators and the sum of
+those that survive below them. So forward takes two calls::
+
+    context', lse' = flex(s + log(M / (1 - p)))          lse = flex(s) of a few columns of values
+    context = context' * exp(lse' - lse)
+
+Backward takes one. Its kernel is given ``lse`` in place of ``lse'``: then what it takes for
+probabilities, ``W = exp(s + log(M / (1 - p)) - lse)``, is what multiplies the values. With
+``delta = sum(grad * context)`` of a row and P the probabilities before dropout, ::
+
+    grad_s = W * (grad @ v^T) - P * delta
+           = W * (grad @ v^T - (1 - p) * delta)          where M is 1, for P = (1 - p) * W
+           = -exp(s - lse) * delta                       where M is 0, for W = 0
+
+of which the kernel computes the first, given ``(1 - p) * delta``, and the derivative of the change
+of scores, which is ours, the second.
+
+The softmax is that of FlashAttention-2 (Dao 2023, arXiv 2307.08691); FlexAttention is described in
+Dong et al. 2024, arXiv 2412.05496.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
+from torch._subclasses import FakeTensorMode
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention.flex_attention import BlockMask
+
+from sp_compiler.ops.counter import Grid, bits_of, in_memory
+from sp_compiler.ops.dropout import threshold_of
+
+# Sides of the blocks of scores that are skipped where the mask forbids all of one.
+_BLOCK = 128
+# Where there is no mask one block is everything: FlexAttention's own number for that.
+_EVERYTHING = 1 << 30
+# The kernels need some columns of values, and the second call none of what it returns.
+_FEW_COLUMNS = 16
+_LOG2_E = math.log2(math.e)
+# What torch's own function hands to the kernels; only the first two are choices of ours.
+_OPTIONS = {
+    "BACKEND": "TRITON",
+    "OUTPUT_LOGSUMEXP": True,
+    "OUTPUT_MAX": False,
+    "PRESCALE_QK": False,
+    "ROWS_GUARANTEED_SAFE": False,
+    "BLOCKS_ARE_CONTIGUOUS": False,
+    "WRITE_DQ": True,
+}
+
+
+class Place(NamedTuple):
+    """What a kernel is compiled for, beside the layouts of its tensors; see
+    :func:`~sp_compiler.ops.attention.dropout_attention`."""
+
+    rank: int
+    scale: float
+    p: float
+    dim: int
+    world_size: int
+    first_row: int
+    padding: int
+
+
+class Given(NamedTuple):
+    """The tensors of a call.
+
+    Attributes:
+        site: 0-dim int64: equal layers of a model have one kernel.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    bias: Tensor | None
+    seed: Tensor | None
+    site: Tensor
+    grad: Tensor | None = None
+    context: Tensor | None = None
+    logsumexp: Tensor | None = None
+
+
+def forward(  # noqa: PLR0913 - those of the operator
+    rank: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    scale: float,
+    p: float,
+    site: int,
+    dim: int,
+    world_size: int,
+    first_row: int,
+    padding: int,
+) -> tuple[Tensor, Tensor] | None:
+    """Run :func:`~sp_compiler.ops.attention.dropout_attention`; ``None`` if no kernel can."""
+    given = Given(query, key, value, mask, bias, seed, _on_device(site, query))
+    place = Place(rank, scale, p, dim, world_size, first_row, padding)
+    made = _run(compute, given, place)
+    return None if made is None else (made[0], made[1])
+
+
+def backward(  # noqa: PLR0913 - those of the operator
+    rank: int,
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    context: Tensor,
+    logsumexp: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    scale: float,
+    p: float,
+    site: int,
+    dim: int,
+    world_size: int,
+    first_row: int,
+    padding: int,
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Run :func:`~sp_compiler.ops.attention.dropout_attention_backward`; ``None`` if no kernel
+    can."""
+    of_forward = query, key, value, mask, bias, seed, _on_device(site, query)
+    given = Given(*of_forward, grad, context, logsumexp)
+    place = Place(rank, scale, p, dim, world_size, first_row, padding)
+    made = _run(differentiate, given, place)
+    return None if made is None else (made[0], made[1], made[2])
+
+
+def _on_device(site: int, like: Tensor) -> Tensor:
+    # Filled there: a copy from the host would not be recorded in a CUDA graph.
+    return torch.full((), site, dtype=torch.int64, device=like.device)
+
+
+def compute(given: Given, place: Place) -> list[Tensor]:
+    """Return the context and the logsumexp; what Inductor compiles for forward."""
+    query, key, value = given[:3]
+    (block_mask, mask), scores = _block_mask(given), _Scores(given, place)
+    call: Any = functools.partial(
+        flex_attention, scale=place.scale, kernel_options=_OPTIONS, mask_mod_other_buffers=mask
+    )
+    plain = scores.plain, block_mask
+    if given.seed is None:
+        context, lse, *_ = call(query, key, value, *plain, score_mod_other_buffers=scores.bias)
+        return [_queries_first(context), lse / _LOG2_E]
+    changed = scores.dropped, block_mask
+    dropped, lse_dropped, *_ = call(
+        query, key, value, *changed, score_mod_other_buffers=(*scores.keys, *scores.bias)
+    )
+    few = value[..., :_FEW_COLUMNS]
+    _, lse, *_ = call(query, key, few, *plain, score_mod_other_buffers=scores.bias)
+    # Of a row of which nothing survives: 0, and not NaN where it had no key at all.
+    share = torch.where(lse_dropped == -math.inf, 0.0, torch.exp2(lse_dropped - lse))
+    context = (dropped.to(share.dtype) * share.unsqueeze(-1)).to(dropped.dtype)
+    return [_queries_first(context), lse / _LOG2_E]
+
+
+def differentiate(given: Given, place: Place) -> list[Tensor]:
+    """Return the gradients of query, key and value; what Inductor compiles for backward."""
+    grad, context, logsumexp = given[-3:]
+    assert grad is not None
+    assert context is not None
+    assert logsumexp is not None
+    (block_mask, mask), scores = _block_mask(given), _Scores(given, place)
+    lse = logsumexp * _LOG2_E
+    changed: tuple[Any, ...] = (scores.plain, scores.plain_derivative)
+    buffers, grad_lse = scores.bias, None
+    if given.seed is not None:
+        delta = (grad.to(lse.dtype) * context).sum(-1)
+        changed = scores.dropped, scores.dropped_derivative
+        # As the kernel itself reads it: of a row without any key there is nothing to subtract.
+        finite = torch.where(logsumexp == -math.inf, 0.0, logsumexp)
+        buffers = (*scores.keys, *scores.bias, in_memory(finite), in_memory(delta))
+        # The kernel subtracts the gradient of the logsumexp, times log 2, from ``delta``.
+        grad_lse = place.p * delta / _LOG2_E
+    given_to_kernel: tuple[Any, ...] = (
+        *given[:3], context, lse, grad, grad_lse, *changed, block_mask,
+        place.scale, _OPTIONS, buffers, mask,
+    )  # fmt: skip
+    return [_queries_first(x) for x in flex_attention_backward(*given_to_kernel)[:3]]
+
+
+class _Scores:
+    """How a score changes before the softmax; methods get it and its places in (b, a, s, l).
+
+    Attributes:
+        keys: of the rows and columns of a mask of dropout; empty without one.
+        bias: the bias, without dims of size 1, if there is one.
+    """
+
+    def __init__(self, given: Given, place: Place) -> None:
+        self._place = place
+        self._threshold = threshold_of(place.p)
+        bias, self._bias_dims = _without_ones(given.bias)
+        self.bias = () if bias is None else (bias,)
+        self.keys: tuple[Tensor, ...] = ()
+        if given.seed is not None:
+            *rows, _ = given.query.shape
+            shape, (rank, _, _, *where) = (*rows, given.key.shape[-2]), place
+            dim, world_size, first_row, padding = where
+            grid = Grid(
+                shape, given.query.device, given.seed, given.site, dim, world_size, rank,
+                first_row, padding,
+            )  # fmt: skip
+            # In memory: the kernel reads them as they lie there, whatever computes them.
+            self.keys = (
+                in_memory(grid.low.view(rows)),
+                in_memory(grid.high.view(rows)),
+                in_memory(grid.columns.view(-1)),
+            )
+
+    def plain(self, score: Tensor, *rest: Tensor) -> Tensor:
+        place, bias = rest[:4], rest[4:]
+        for each in bias:
+            score = score + each[tuple(place[dim] for dim in self._bias_dims)]
+        return score
+
+    def plain_derivative(self, score: Tensor, *rest: Tensor) -> list[Tensor | None]:
+        grad, *buffers = rest[4:]
+        return [grad, *[None] * (4 + len(buffers))]
+
+    def dropped(self, score: Tensor, *rest: Tensor) -> Tensor:
+        place, keys, bias = rest[:4], rest[4:7], rest[7 : 7 + len(self.bias)]
+        score = self.plain(score, *place, *bias) - math.log1p(-self._place.p)
+        return torch.where(self._survives(place, keys), score, score.new_full((), -math.inf))
+
+    def dropped_derivative(self, score: Tensor, *rest: Tensor) -> list[Tensor | None]:
+        place, (grad, *buffers) = rest[:4], rest[4:]
+        keys, (*bias, lse, delta) = buffers[:3], buffers[3:]
+        probability = torch.exp(self.plain(score, *place, *bias) - lse[place[:3]])
+        changed = torch.where(self._survives(place, keys), grad, -probability * delta[place[:3]])
+        return [changed, *[None] * (4 + len(buffers))]
+
+    def _survives(self, place: tuple[Tensor, ...], keys: Sequence[Tensor]) -> Tensor:
+        low, high, columns = keys
+        return bits_of(low[place[:3]], high[place[:3]], columns[place[3]]) >= self._threshold
+
+
+def _block_mask(given: Given) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
+    """Return FlexAttention's form of the mask, and the tensors that it reads."""
+    rows, columns = given.query.shape[-2], given.key.shape[-2]
+    device = given.query.device
+    if given.mask is None:
+        number = torch.ones(1, 1, 1, dtype=torch.int32, device=device)
+        index = torch.zeros(1, 1, 1, 1, dtype=torch.int32, device=device)
+        listed = number, index, None, None, number, index, None, None
+        everything = BlockMask((rows, columns), *listed, (_EVERYTHING, _EVERYTHING), _all)
+        return everything.as_tuple(), ()
+    mask, dims = _without_ones(given.mask)
+    assert mask is not None
+
+    def allowed(*place_and_mask: Tensor) -> Tensor:
+        *place, mask = place_and_mask
+        return mask[tuple(place[dim] for dim in dims)]
+
+    wide = given.mask.expand(*given.mask.shape[:2], rows, columns)
+    wide = torch.nn.functional.pad(wide, (0, -columns % _BLOCK, 0, -rows % _BLOCK))
+    counts = wide.unflatten(-1, (-1, _BLOCK)).unflatten(-3, (-1, _BLOCK)).sum((-3, -1))
+    # Blocks of which the mask forbids nothing are computed without looking at it.
+    full = counts == _BLOCK * _BLOCK
+    part = (counts > 0) & ~full
+    across = (*_listed(part.mT), *_listed(full.mT))
+    blocks = BlockMask(
+        (rows, columns), *_listed(part), *_listed(full), *across, (_BLOCK, _BLOCK), allowed
+    )
+    return blocks.as_tuple(), (mask,)
+
+
+def _all(sample: Tensor, *rest: Tensor) -> Tensor:
+    return sample.new_ones((), dtype=torch.bool)
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return for each row of a grid of blocks how many are marked, and their indices first."""
+    marks = blocks.to(torch.int32)
+    order = marks.argsort(dim=-1, descending=True, stable=True)
+    return marks.sum(-1).to(torch.int32), order.to(torch.int32)
+
+
+def _without_ones(x: Tensor | None) -> tuple[Tensor | None, tuple[int, ...]]:
+    """Return ``x`` without dims of size 1, in which it is repeated, and which dims are left."""
+    if x is None:
+        return None, ()
+    return x.squeeze(), tuple(dim for dim, size in enumerate(x.shape) if size != 1)
+
+
+def _queries_first(x: Tensor) -> Tensor:
+    by_queries = x.transpose(1, 2)
+    return x if by_queries.is_contiguous() else by_queries.contiguous().transpose(1, 2)
+
+
+Function = Callable[[Given, Place], list[Tensor]]
+_Compiled = Callable[..., Sequence[Tensor]]
+_COMPILED: dict[Any, _Compiled | None] = {}
+"""By function, place and layouts; ``None`` where PyTorch could not compile."""
+
+
+def _run(function: Function, given: Given, place: Place) -> Sequence[Tensor] | None:
+    """Run a function as Inductor compiles it; ``None`` if it cannot."""
+    # The kernels read elements of a row one after another.
+    in_order = [
+        x if x is None or x.dim() < 4 or x.stride(-1) == 1 else x.contiguous() for x in given
+    ]
+    given = Given(*in_order)  # type: ignore[arg-type]
+    present = tuple(x for x in given if x is not None)
+    layouts = tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in given)
+    key = function, place, layouts
+    if key in _COMPILED:
+        compiled = _COMPILED[key]
+        return None if compiled is None else compiled(*present)
+    try:
+        compiled = compile_for(function, given, place)
+        made = compiled(*present)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        warnings.warn(
+            f"attention of {list(given.query.shape)} on {given.query.device} runs with its scores "
+            f"in memory: PyTorch could not compile FlexAttention for it: {error}",
+            stacklevel=2,
+        )
+        _COMPILED[key] = None
+        return None
+    _COMPILED[key] = compiled
+    return made
+
+
+def compile_for(function: Function, given: Given, place: Place) -> _Compiled:
+    """Let Inductor compile :func:`compute` or :func:`differentiate` for tensors like these.
+
+    What is compiled takes the tensors that are there, in their order.
+    """
+    module, fakes = trace_for(function, given, place)
+    compiled: _Compiled = torch._inductor.compile(module, [*fakes])
+    return compiled
+
+
+def trace_for(
+    function: Function, given: Given, place: Place, decompositions: Any = None
+) -> tuple[GraphModule, list[Tensor]]:
+    """Return the graph of a function, and the fake tensors that it was traced with."""
+    has = tuple(x is not None for x in given)
+
+    def flat(*present: Tensor) -> list[Tensor]:
+        values: Iterator[Tensor] = iter(present)
+        return function(Given(*[next(values) if each else None for each in has]), place)  # type: ignore[arg-type]
+
+    mode = FakeTensorMode()
+    fakes: list[Tensor] = [mode.from_tensor(x) for x in given if x is not None]
+    with mode, torch.no_grad():
+        return make_fx(flat, decompositions)(*fakes), fakes

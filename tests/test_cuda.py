@@ -18,6 +18,7 @@ import sp_compiler
 from benchmarks import gpu, inductor
 from benchmarks.measure import loss_of
 from benchmarks.models import GPTConfig, PlainGPT
+from sp_compiler.ops.attention import dropout_attention, dropout_attention_backward
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.ops.dropout import dropout, dropout_mask
 from sp_compiler.runtime.cuda_graphs.device_graph import DeviceGraph, memory_pool
@@ -134,6 +135,63 @@ def test_a_mask_of_more_than_32_bits_of_elements() -> None:
     for first in (0, rows // 2, rows - 5):
         here = dropout_mask(tp, torch.empty(5, columns), SEED, 0.1, 2, 0, 1, first)
         assert torch.equal(mask[first : first + 5].cpu(), here)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "queries", "keys", "width"),
+    [
+        (torch.float32, 256, 256, 64),
+        (torch.float32, 200, 333, 96),
+        (torch.bfloat16, 1024, 1024, 128),
+        (torch.float16, 300, 300, 256),
+    ],
+)
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_attention_has_the_numbers_of_its_operators(
+    dtype: torch.dtype, queries: int, keys: int, width: int, p: float
+) -> None:
+    """By FlexAttention's kernels there, and in float64 here."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((queries, width), (keys, width), (keys, width), (queries, width))
+    *factors, grad = [torch.randn(2, 3, *shape, generator=generator).to(dtype) for shape in shapes]
+    mask = torch.ones(1, 1, queries, keys, dtype=torch.bool).tril()
+    bias = torch.randn(1, 3, 1, keys, generator=generator)
+    tp, place = Communicator(None, 1, 2), (width**-0.5, p, 3, 1, 2)
+    rest: Any = (mask, bias, SEED if p else None, *place)
+    exact: Any = [x.double() for x in factors]
+    context, logsumexp = dropout_attention(tp, *exact, *rest)
+    given: Any = (*exact, context, logsumexp, *rest)
+    expected = (context, logsumexp, *dropout_attention_backward(tp, grad.double(), *given))
+    there: Any = [x.cuda() for x in factors]
+    rest = [x.cuda() if isinstance(x, Tensor) else x for x in rest]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of what PyTorch cannot compile
+        results = dropout_attention(tp, *there, *rest)
+        given = (*there, *results, *rest)
+        made = dropout_attention_backward(tp, grad.cuda(), *given)
+    tolerance = 2e-6 if dtype is torch.float32 else 4 * torch.finfo(dtype).eps
+    for actual, true in zip((*results, *made), expected, strict=True):
+        error = (actual.cpu().double() - true).abs().max() / true.abs().max()
+        assert error < tolerance
+
+
+def test_attention_of_a_model_is_one_operator() -> None:
+    """Its losses and gradients are those of the CPU, where its scores are in memory."""
+    config = GPTConfig(
+        vocab_size=1024, num_positions=256, hidden_size=256, num_layers=2, num_heads=4
+    )
+    ids = torch.arange(512).view(2, 256)
+    found: list[list[Tensor]] = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        module: Any = sp_compiler.compile(PlainGPT(config).to(device), tp=1)
+        torch.manual_seed(1)
+        loss = module(ids.to(device), labels=ids.to(device))[0]
+        loss.backward()
+        found.append([loss.detach(), *(x.grad for x in module.parameters() if x.grad is not None)])
+        assert ("dropout_attention" in module.code) is (device == "cuda")
+    for here, there in zip(*found, strict=True):
+        assert (there.cpu() - here).abs().max() <= 1e-5 * here.abs().max()
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "bert", "mixtral"])

@@ -7,10 +7,11 @@ to fit, so that every walk completes.
 from __future__ import annotations
 
 import math
-from bisect import insort
+from bisect import bisect_right, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain, compress
+from operator import ne
 
 from sp_compiler.solve.block_schedule import Block, Clock, Memory, simulate
 
@@ -22,6 +23,8 @@ _REACH = 400
 _SLOW_LINK, _SLOW_WEIGHT = 2.0, 0.1
 # "Soon" for a kernel that spares itself: less than this share of its own time.
 _SOON = 0.5
+# A walk is kept after some of its steps, for others to go on from there. Fewer are soon run again.
+_STEPS_APART = 8
 _ROUNDING = 1e-9  # of sums of the same times in another order
 
 
@@ -48,8 +51,7 @@ class Fitting:
     Attributes:
         order: its tasks.
         place: index in ``order``, by task.
-        reached_bytes: bytes that exist while a task runs, by its index in ``order``.
-        most_bytes: the most bytes that exist from then on, likewise.
+        most_bytes: the most bytes that exist from a task on, by its index in ``order``.
         made_bytes: bytes of the storages that a task makes, likewise.
         can_run: whether a task can run after a set of others (one bit each), as far as that was
             asked: most walks meet the sets of the walks before.
@@ -60,8 +62,8 @@ class Fitting:
     def __init__(self, block: Block, order: Sequence[int]) -> None:
         self.order = order
         memory = Memory(block)
-        self.reached_bytes = [memory.run(position) for position in order]
-        self.most_bytes = [0, *accumulate(reversed(self.reached_bytes), max)][::-1]
+        reached_bytes = [memory.run(position) for position in order]
+        self.most_bytes = [0, *accumulate(reversed(reached_bytes), max)][::-1]
         self.made_bytes = [block.made_bytes[position] for position in order]
         self.place = {position: place for place, position in enumerate(order)}
         self.limits = self.spends = False
@@ -77,6 +79,8 @@ class Walked:
         cost_us: time and a part of what it would take on a slow link: what orders are compared by.
         fitting: the order to which the walk could return.
         start_us: when the compute stream reaches each task, by position.
+        ready_at: number of tasks that had run when a task became ready, by position.
+        states: the walk after some of its steps, in their order.
     """
 
     order: list[int]
@@ -85,6 +89,8 @@ class Walked:
     cost_us: float
     fitting: Fitting
     start_us: Sequence[float]
+    ready_at: Sequence[int] = ()
+    states: list[_Walk] = field(default_factory=list)
 
 
 def as_given(block: Block) -> Walked:
@@ -103,13 +109,39 @@ def walked(
     wishes: Wishes,
     fitting: Fitting,
     most_us: float = math.inf,
+    like: Walked | None = None,
 ) -> Walked | None:
     """Walk once along ``block``; return ``None`` if the order would cost more than ``most_us``.
 
     Args:
         fitting: an order below ``limit_bytes``; walks with the same limit may share it.
+        like: a walk below the same limit with similar wishes; it saves time if it has ``fitting``.
     """
-    return _Walk(block, limit_bytes, wishes, fitting).walked(most_us)
+    if like is None or like.fitting is not fitting or not like.ready_at:
+        return _Walk(block, limit_bytes, wishes, fitting).walked(most_us, [])
+    step = _same_steps(block, like, wishes)
+    known = bisect_right(like.states, step, key=lambda state: state.num_steps)
+    if known:
+        walk = like.states[known - 1].copy(wishes)
+    else:
+        walk = _Walk(block, limit_bytes, wishes, fitting)
+    missing = like.order[walk.num_steps : step]
+    walk.run_all(missing)
+    if len(missing) > _STEPS_APART:
+        like.states.insert(known, walk.copy(wishes))
+        known += 1
+    return walk.walked(most_us, like.states[:known])
+
+
+def _same_steps(block: Block, like: Walked, wishes: Wishes) -> int:
+    """Return how many steps of ``like`` a walk with ``wishes`` takes at least."""
+    differ = compress(range(len(block.tasks)), map(ne, like.wishes.ranks, wishes.ranks))
+    other = [position for position in differ if position not in block.wait_of]
+    before_us, after_us = like.wishes.latest_us, wishes.latest_us
+    other += [i for i in block.wait_of if before_us.get(i, 0.0) != after_us.get(i, 0.0)]
+    # Wishes for a task matter from the step on behind which it is ready: it is sorted in there.
+    ready_at = min([like.ready_at[position] for position in other], default=len(like.order))
+    return max(0, ready_at - 1)
 
 
 def _cost_us(time_us: float, slow_us: float) -> float:
@@ -117,6 +149,12 @@ def _cost_us(time_us: float, slow_us: float) -> float:
 
 
 class _Walk:
+    """A walk under way.
+
+    Attributes:
+        num_steps: number of tasks that have run.
+    """
+
     def __init__(self, block: Block, limit_bytes: int, wishes: Wishes, fitting: Fitting) -> None:
         self._block, self._limit_bytes, self._wishes = block, limit_bytes, wishes
         self._fitting, self._rank_of = fitting, wishes.ranks
@@ -133,20 +171,48 @@ class _Walk:
         self._done = 0  # a set, one bit per task
         self._first_left, self._last_done = 0, -1  # places in ``fitting``
         self._early_bytes = 0  # made by tasks that ran before their turn
-        self._ran = bytearray(len(block.tasks))  # whether the task at each of these has run
+        self._left = bytearray(b"\1") * len(block.tasks)  # whether the task at each is left
         self._clock, self._slow_clock = Clock(block), Clock(block, _SLOW_LINK)
         self._start_us = [0.0] * len(block.tasks)
         self._under_way: dict[int, None] = {}  # starts; a set with an order
         self._order: list[int] = []
+        self._ready_at = [0] * len(block.tasks)
         for position, left in enumerate(self._needs_left):
             if not left:
                 self._add_ready(position)
 
-    def walked(self, most_us: float) -> Walked | None:
-        """Walk once."""
+    @property
+    def num_steps(self) -> int:
+        return len(self._order)
+
+    def copy(self, wishes: Wishes) -> _Walk:
+        """Return an independent copy with ``wishes``, which are the same for what is ready."""
+        twin = _Walk.__new__(_Walk)
+        twin.__dict__.update(self.__dict__)
+        twin._wishes, twin._rank_of = wishes, wishes.ranks
+        twin._memory = self._memory.copy()
+        twin._clock, twin._slow_clock = self._clock.copy(), self._slow_clock.copy()
+        twin._needs_left, twin._left = self._needs_left.copy(), self._left.copy()
+        twin._kernels, twin._starts = self._kernels.copy(), self._starts.copy()
+        twin._waits, twin._under_way = self._waits.copy(), self._under_way.copy()
+        twin._order, twin._start_us = self._order.copy(), self._start_us.copy()
+        twin._ready_at = self._ready_at.copy()
+        return twin
+
+    def run_all(self, positions: Sequence[int]) -> None:
+        """Take steps that are known."""
+        for position in positions:
+            self._run(position)
+
+    def walked(self, most_us: float, states: list[_Walk]) -> Walked | None:
+        """Walk to the end.
+
+        Args:
+            states: those that the walk has after some of its steps.
+        """
         on_link, clock, slow_clock = self._on_link, self._clock, self._slow_clock
         most_us *= 1 + _ROUNDING
-        for _ in self._block.tasks:
+        for _ in range(self.num_steps, len(self._block.tasks)):
             position = self._next()
             self._run(position)
             # Only these move what the clocks know of the end.
@@ -159,6 +225,8 @@ class _Walk:
             _cost_us(clock.time_us, slow_clock.time_us),
             self._fitting,
             self._start_us,
+            self._ready_at,
+            states,
         )
 
     def _next(self) -> int:
@@ -234,41 +302,16 @@ class _Walk:
         return known[key]
 
     def _returns_after(self, position: int) -> bool:
-        # First what is under way arrives, which only frees memory.
+        # What is under way arrives, which only frees memory. Then what the order that fits has
+        # before the task runs beside what it makes. What that order has behind it fits as before.
         wait_of, place = self._block.wait_of, self._fitting.place
-        starts = [*self._under_way, position]
-        first = [position, *(wait_of[start] for start in starts if start in wait_of)]
-        ran = self._ran.copy()
-        for each in first:
-            ran[place[each]] = 1
-        begin, end = self._first_left, max(self._last_done, place[position]) + 1
-        end = begin + self._num_tight(begin, end, ran[begin:end])
-        if end == begin:
-            return True
-        memory = self._memory.copy()
-        memory.run_all(first, math.inf)
-        left = zip(self._fitting.order[begin:end], ran[begin:end], strict=True)
-        rest = [each for each, has_run in left if not has_run]
-        return memory.run_all(rest, self._limit_bytes) <= self._limit_bytes
-
-    def _num_tight(self, begin: int, end: int, ran: bytearray) -> int:
-        """Return how many of the places from ``begin`` to ``end`` of the order that fits may need
-        more than the limit or lie before one that does.
-
-        Args:
-            ran: of each, whether its task has run; behind ``end`` none has.
-        """
-        # There is at most what exists in that order, and what was made early.
-        reached_bytes = self._fitting.reached_bytes[begin:end]
-        made_bytes = self._fitting.made_bytes[begin:end]
-        left_bytes = self._limit_bytes
-        places = zip(reversed(ran), reversed(reached_bytes), reversed(made_bytes), strict=True)
-        for index, (has_run, reached, made) in enumerate(places):
-            if has_run:
-                left_bytes -= made
-            elif reached > left_bytes:
-                return end - begin - index
-        return 0
+        arrive = [wait_of[start] for start in (*self._under_way, position) if start in wait_of]
+        left = self._left.copy()
+        for each in arrive:
+            left[place[each]] = 0
+        behind = slice(self._first_left, place[position])
+        order = chain((position, *arrive), compress(self._fitting.order[behind], left[behind]))
+        return self._memory.copy().run_all(order, self._limit_bytes) <= self._limit_bytes
 
     def _run(self, position: int) -> None:
         self._start_us[position] = self._clock.now_us
@@ -279,7 +322,8 @@ class _Walk:
             time_us = self._times_us[position]
             self._clock.now_us += time_us
             self._slow_clock.now_us += time_us
-        self._memory.run(position)
+        if not self._all_fit:
+            self._memory.run(position)
         self._order.append(position)
         self._done |= 1 << position
         self._move_on(position)
@@ -301,17 +345,19 @@ class _Walk:
 
     def _move_on(self, position: int) -> None:
         """Note in the order that fits that ``position`` has run."""
-        ran, place, made_bytes = self._ran, self._fitting.place[position], self._fitting.made_bytes
-        ran[place] = 1
+        left, made_bytes = self._left, self._fitting.made_bytes
+        place = self._fitting.place[position]
+        left[place] = 0
         self._early_bytes += made_bytes[place]
         if place > self._last_done:
             self._last_done = place
         if place == self._first_left:
-            next_left = ran.find(0, place)
-            self._first_left = len(ran) if next_left < 0 else next_left
+            next_left = left.find(1, place)
+            self._first_left = len(left) if next_left < 0 else next_left
             self._early_bytes -= sum(made_bytes[place : self._first_left])
 
     def _add_ready(self, position: int) -> None:
+        self._ready_at[position] = len(self._order)
         if self._on_link[position]:
             ready, key = self._place_ready(position)
             insort(ready, (key, position))

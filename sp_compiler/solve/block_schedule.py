@@ -248,13 +248,6 @@ class Clock:
         self._block, self._factor = block, link_factor
         self._idle_us, self._link_left_us = 0.0, block.link_us * link_factor
 
-    def copy(self) -> Clock:
-        """Return an independent copy that shows the same time."""
-        twin = Clock.__new__(Clock)
-        twin.__dict__.update(self.__dict__)
-        twin.arrival_us = self.arrival_us.copy()
-        return twin
-
     @property
     def time_us(self) -> float:
         """The time when all has run: what nobody waited for has to arrive as well."""

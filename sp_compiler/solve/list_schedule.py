@@ -216,7 +216,7 @@ def _climb(block: Block, limit_bytes: int, best: Walked, bound_us: float) -> Wal
             start = starts[int(draw() * len(starts))]
             latest_us[start] = draw() * best.time_us if draw() < 0.5 else 0.0
         changed = replace(best.wishes, ranks=tuple(ranks), latest_us=latest_us)
-        walk = walked(block, limit_bytes, changed, fitting, best.cost_us, best)
+        walk = walked(block, limit_bytes, changed, fitting, best.cost_us)
         failures += 1
         if walk is None or walk.cost_us > best.cost_us:
             continue

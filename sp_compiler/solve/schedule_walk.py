@@ -7,11 +7,10 @@ to fit, so that every walk completes.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right, insort
+from bisect import insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, compress
-from operator import ne
 
 from sp_compiler.solve.block_schedule import Block, Clock, Memory, simulate
 
@@ -23,8 +22,6 @@ _REACH = 400
 _SLOW_LINK, _SLOW_WEIGHT = 2.0, 0.1
 # "Soon" for a kernel that spares itself: less than this share of its own time.
 _SOON = 0.5
-# A walk is kept after some of its steps, for others to go on from there. Fewer are soon run again.
-_STEPS_APART = 8
 _ROUNDING = 1e-9  # of sums of the same times in another order
 
 
@@ -79,8 +76,6 @@ class Walked:
         cost_us: time and a part of what it would take on a slow link: what orders are compared by.
         fitting: the order to which the walk could return.
         start_us: when the compute stream reaches each task, by position.
-        ready_at: number of tasks that had run when a task became ready, by position.
-        states: the walk after some of its steps, in their order.
     """
 
     order: list[int]
@@ -89,8 +84,6 @@ class Walked:
     cost_us: float
     fitting: Fitting
     start_us: Sequence[float]
-    ready_at: Sequence[int] = ()
-    states: list[_Walk] = field(default_factory=list)
 
 
 def as_given(block: Block) -> Walked:
@@ -109,39 +102,13 @@ def walked(
     wishes: Wishes,
     fitting: Fitting,
     most_us: float = math.inf,
-    like: Walked | None = None,
 ) -> Walked | None:
     """Walk once along ``block``; return ``None`` if the order would cost more than ``most_us``.
 
     Args:
         fitting: an order below ``limit_bytes``; walks with the same limit may share it.
-        like: a walk below the same limit with similar wishes; it saves time if it has ``fitting``.
     """
-    if like is None or like.fitting is not fitting or not like.ready_at:
-        return _Walk(block, limit_bytes, wishes, fitting).walked(most_us, [])
-    step = _same_steps(block, like, wishes)
-    known = bisect_right(like.states, step, key=lambda state: state.num_steps)
-    if known:
-        walk = like.states[known - 1].copy(wishes)
-    else:
-        walk = _Walk(block, limit_bytes, wishes, fitting)
-    missing = like.order[walk.num_steps : step]
-    walk.run_all(missing)
-    if len(missing) > _STEPS_APART:
-        like.states.insert(known, walk.copy(wishes))
-        known += 1
-    return walk.walked(most_us, like.states[:known])
-
-
-def _same_steps(block: Block, like: Walked, wishes: Wishes) -> int:
-    """Return how many steps of ``like`` a walk with ``wishes`` takes at least."""
-    differ = compress(range(len(block.tasks)), map(ne, like.wishes.ranks, wishes.ranks))
-    other = [position for position in differ if position not in block.wait_of]
-    before_us, after_us = like.wishes.latest_us, wishes.latest_us
-    other += [i for i in block.wait_of if before_us.get(i, 0.0) != after_us.get(i, 0.0)]
-    # Wishes for a task matter from the step on behind which it is ready: it is sorted in there.
-    ready_at = min([like.ready_at[position] for position in other], default=len(like.order))
-    return max(0, ready_at - 1)
+    return _Walk(block, limit_bytes, wishes, fitting).walked(most_us)
 
 
 def _cost_us(time_us: float, slow_us: float) -> float:
@@ -149,16 +116,11 @@ def _cost_us(time_us: float, slow_us: float) -> float:
 
 
 class _Walk:
-    """A walk under way.
-
-    Attributes:
-        num_steps: number of tasks that have run.
-    """
-
     def __init__(self, block: Block, limit_bytes: int, wishes: Wishes, fitting: Fitting) -> None:
         self._block, self._limit_bytes, self._wishes = block, limit_bytes, wishes
         self._fitting, self._rank_of = fitting, wishes.ranks
         self._on_link, self._times_us, self._users = block.on_link, block.times_us, block.users
+        self._run_bytes, self._made_bytes = block.run_bytes, block.made_bytes
         self._memory = Memory(block)
         # Often all that the block ever makes fits at once, beside a head with a large vocabulary.
         self._all_fit = block.most_bytes <= limit_bytes
@@ -176,43 +138,15 @@ class _Walk:
         self._start_us = [0.0] * len(block.tasks)
         self._under_way: dict[int, None] = {}  # starts; a set with an order
         self._order: list[int] = []
-        self._ready_at = [0] * len(block.tasks)
         for position, left in enumerate(self._needs_left):
             if not left:
                 self._add_ready(position)
 
-    @property
-    def num_steps(self) -> int:
-        return len(self._order)
-
-    def copy(self, wishes: Wishes) -> _Walk:
-        """Return an independent copy with ``wishes``, which are the same for what is ready."""
-        twin = _Walk.__new__(_Walk)
-        twin.__dict__.update(self.__dict__)
-        twin._wishes, twin._rank_of = wishes, wishes.ranks
-        twin._memory = self._memory.copy()
-        twin._clock, twin._slow_clock = self._clock.copy(), self._slow_clock.copy()
-        twin._needs_left, twin._left = self._needs_left.copy(), self._left.copy()
-        twin._kernels, twin._starts = self._kernels.copy(), self._starts.copy()
-        twin._waits, twin._under_way = self._waits.copy(), self._under_way.copy()
-        twin._order, twin._start_us = self._order.copy(), self._start_us.copy()
-        twin._ready_at = self._ready_at.copy()
-        return twin
-
-    def run_all(self, positions: Sequence[int]) -> None:
-        """Take steps that are known."""
-        for position in positions:
-            self._run(position)
-
-    def walked(self, most_us: float, states: list[_Walk]) -> Walked | None:
-        """Walk to the end.
-
-        Args:
-            states: those that the walk has after some of its steps.
-        """
+    def walked(self, most_us: float) -> Walked | None:
+        """Walk once."""
         on_link, clock, slow_clock = self._on_link, self._clock, self._slow_clock
         most_us *= 1 + _ROUNDING
-        for _ in range(self.num_steps, len(self._block.tasks)):
+        for _ in self._block.tasks:
             position = self._next()
             self._run(position)
             # Only these move what the clocks know of the end.
@@ -225,8 +159,6 @@ class _Walk:
             _cost_us(clock.time_us, slow_clock.time_us),
             self._fitting,
             self._start_us,
-            self._ready_at,
-            states,
         )
 
     def _next(self) -> int:
@@ -239,11 +171,7 @@ class _Walk:
         if behind and oldest not in self._block.starts_of:
             # What is on its way may have to arrive first, for until then what was sent is alive.
             return oldest if self._fits(oldest) else wait
-        kernel = None
-        for _, each in self._kernels:
-            if self._fits(each):
-                kernel = each
-                break
+        kernel = self._first_fitting()
         start = self._start_before(kernel) if self._starts else None
         if start is not None:
             return start
@@ -260,6 +188,22 @@ class _Walk:
         # Nothing to do meanwhile, or nothing that fits: the clock goes on to the next arrival. With
         # nothing under way, the next of the order that fits does fit.
         return wait if waits else oldest
+
+    def _first_fitting(self) -> int | None:
+        """Return the kernel that goes first among those that fit."""
+        if self._all_fit:
+            return self._kernels[0][1] if self._kernels else None
+        # Most fit by two sums, here without a call for each.
+        run_bytes, made_bytes, limit_bytes = self._run_bytes, self._made_bytes, self._limit_bytes
+        free_bytes = limit_bytes - self._memory.live_bytes
+        early_bytes = self._fitting.most_bytes[self._first_left] + self._early_bytes
+        free_later_bytes = limit_bytes - early_bytes
+        for _, each in self._kernels:
+            if run_bytes[each] <= free_bytes and made_bytes[each] <= free_later_bytes:
+                return each
+            if self._fits(each):
+                return each
+        return None
 
     def _spares(self, kernel: int, left_us: float) -> bool:
         """Return whether ``kernel``, which no collective needs, is too long to hide the rest of
@@ -314,24 +258,28 @@ class _Walk:
         return self._memory.copy().run_all(order, self._limit_bytes) <= self._limit_bytes
 
     def _run(self, position: int) -> None:
+        on_link, rank_of, kernels = self._on_link, self._rank_of, self._kernels
         self._start_us[position] = self._clock.now_us
-        if self._on_link[position]:
+        if on_link[position]:
             self._run_on_link(position)
         else:  # most tasks, without the cost of five calls
-            self._kernels.remove((self._rank_of[position], position))
+            kernels.remove((rank_of[position], position))
             time_us = self._times_us[position]
             self._clock.now_us += time_us
             self._slow_clock.now_us += time_us
-        if not self._all_fit:
-            self._memory.run(position)
         self._order.append(position)
         self._done |= 1 << position
+        if not self._all_fit:
+            self._memory.run(position)
         self._move_on(position)
         needs_left = self._needs_left
         for user in self._users[position]:
             needs_left[user] -= 1
             if not needs_left[user]:
-                self._add_ready(user)
+                if on_link[user]:
+                    self._add_ready(user)
+                else:
+                    insort(kernels, (rank_of[user], user))
 
     def _run_on_link(self, position: int) -> None:
         ready, key = self._place_ready(position)
@@ -357,12 +305,8 @@ class _Walk:
             self._early_bytes -= sum(made_bytes[place : self._first_left])
 
     def _add_ready(self, position: int) -> None:
-        self._ready_at[position] = len(self._order)
-        if self._on_link[position]:
-            ready, key = self._place_ready(position)
-            insort(ready, (key, position))
-        else:
-            insort(self._kernels, (self._rank_of[position], position))
+        ready, key = self._place_ready(position)
+        insort(ready, (key, position))
 
     def _place_ready(self, position: int) -> tuple[list[tuple[float, int]], float]:
         """Return the list that has a task on the link while it is ready, and its key there."""

@@ -246,15 +246,15 @@ class _Walk:
         return known[key]
 
     def _returns_after(self, position: int) -> bool:
-        # What is under way arrives, which only frees memory. Then what the order that fits has
-        # before the task runs beside what it makes. What that order has behind it fits as before.
+        # What is under way arrives, which only frees memory. Then the tasks that it has passed run
+        # beside what it makes. Those behind it in the order that fits find no more than without it.
         wait_of, place = self._block.wait_of, self._fitting.place
         arrive = [wait_of[start] for start in (*self._under_way, position) if start in wait_of]
         left = self._left.copy()
         for each in arrive:
             left[place[each]] = 0
-        behind = slice(self._first_left, place[position])
-        order = chain((position, *arrive), compress(self._fitting.order[behind], left[behind]))
+        passed = slice(self._first_left, place[position])
+        order = chain((position, *arrive), compress(self._fitting.order[passed], left[passed]))
         return self._memory.copy().run_all(order, self._limit_bytes) <= self._limit_bytes
 
     def _run(self, position: int) -> None:

@@ -3,7 +3,7 @@ kernel.
 
 ::
 
-    scores = matmul(q, k) * scale + bias    (b, a, s, l)
+    scores = matmul(q, k) * scale           (b, a, s, l)
     scores = where(mask, scores, -inf)                          context, logsumexp =
     probs = dropout(softmax(scores))                      ->        dropout_attention(q, k, v, ...)
     context = matmul(probs, v)              (b, a, s, w)
@@ -11,8 +11,11 @@ kernel.
 The operator keeps a number per query in place of what is (b, a, s, l) here, and leaves nothing to
 recompute or to run in chunks. Before differentiation, because its gradient is an operator too;
 after sharding and the check of that, because the rules of products and softmax place what it is
-made of. Scale, bias, mask and dropout are optional, as are casts and a merge of samples and heads
-between the steps. A query that may see no key has the context 0, where a graph may make NaN.
+made of. Scale, mask and dropout are optional, as are casts and a merge of samples and heads between
+the steps. A query that may see no key has the context 0, where a graph may make NaN.
+
+A bias is an obstacle, for it may be a mask of finite numbers: a query without keys then has the
+mean of all values, which the operator's numbers per query are too few to tell.
 
 Returns a copy of the region. Reads ``meta["val"]``, ``meta["requires_grad"]`` and
 ``meta["placement"]``; the context has the meta of the product that it replaces.
@@ -115,7 +118,6 @@ class _Attention:
         lead: samples and heads, as the scores have them where their dropout is.
         query, key, value: factors of the products; the keys are transposed, (..., d, l).
         scale: of the scores.
-        bias: added to them.
         mask: False where they are -inf.
         inverted: whether the mask is True there instead.
         dropout: the arguments of the dropout.
@@ -126,13 +128,13 @@ class _Attention:
 
     def __init__(self, context: Node, probabilities: Sequence[Node]) -> None:
         self.value: Node = context.args[1]
+        self._context = context
         self.scale = 1.0
-        self.bias: Node | None = None
         self.mask: Node | None = None
         self.inverted = False
         self.dropout: dict[str, Any] | None = None
         self._zeros: Node | None = None  # the mask of what is 0 behind the softmax
-        self._num_dims: dict[Node, int] = {}  # of the scores where a mask or bias is applied
+        self._lead_of_mask: tuple[int, ...] = ()  # of the scores that it is applied to
         for node in probabilities:
             self._alone(node)
         for node in probabilities[:-1]:
@@ -148,7 +150,7 @@ class _Attention:
             node = self._read_scores(node)
         self._alone(node)
         self.query, self.key = self._factors(node)
-        if self._zeros is not None and self._zeros is not self.mask:
+        if self._zeros is not None and (self._zeros is not self.mask or self.inverted):
             raise _ObstacleError("some probabilities are set to 0 whose scores are not masked")
         self._require_kernel()
 
@@ -178,10 +180,8 @@ class _Attention:
             if isinstance(factor, int | float) and factor:
                 self.scale *= 1 / factor if is_call(node, _aten.div.Tensor) else factor
                 return scores
-        elif self.scale != 1:
-            raise _ObstacleError("its scores are scaled with a bias or mask")
-        elif is_call(node, _aten.add.Tensor) and arguments(node)["alpha"] == 1:
-            return self._read_bias(node)
+        elif self.scale < 0:
+            raise _ObstacleError("its masked scores are multiplied by a negative number")
         elif is_call(node, _aten.where.ScalarOther):
             mask, scores, lowest = node.args
             return self._read_mask(node, scores, mask, lowest, inverted=False)
@@ -189,19 +189,6 @@ class _Attention:
             scores, mask, lowest = node.args
             return self._read_mask(node, scores, mask, lowest, inverted=True)
         raise _ObstacleError(f"{node.name} changes its scores")
-
-    def _read_bias(self, node: Node) -> Any:
-        scores, bias = node.args
-        gradients = [isinstance(x, Node) and x.meta["requires_grad"] for x in (scores, bias)]
-        if gradients == [False, True]:
-            scores, bias = bias, scores
-        if not isinstance(bias, Node) or self.bias is not None:
-            raise _ObstacleError("more than one bias is added to its scores")
-        if bias.meta["requires_grad"]:
-            raise _ObstacleError(f"its bias {bias.name} has a gradient")
-        self.bias = bias
-        self._num_dims[bias] = len(shape_of(node))
-        return scores
 
     def _read_mask(
         self, node: Node, scores: Any, mask: Node, lowest: float, *, inverted: bool
@@ -211,10 +198,11 @@ class _Attention:
         # Of a row without keys, what is finite would count. Where such rows are 0 behind the
         # softmax, the lowest number serves as -inf: of all other rows it has no share.
         is_lowest = lowest == torch.finfo(node.meta["val"].dtype).min
-        if lowest != -math.inf and not (is_lowest and self._zeros is mask):
+        serves = is_lowest and self._zeros is mask and not inverted
+        if lowest != -math.inf and not serves:
             raise _ObstacleError(f"its mask makes scores {lowest}, not -inf")
         self.mask, self.inverted = mask, inverted
-        self._num_dims[mask] = len(shape_of(node))
+        self._lead_of_mask = shape_of(node)[:-2]
         return scores
 
     def _factors(self, product: Node) -> tuple[Node, Node]:
@@ -222,27 +210,25 @@ class _Attention:
             query, key = product.args
             return query, key
         given = arguments(product)
-        bias = given["self"]
-        if self.bias is not None or self.scale != 1 or given["beta"] != 1:
-            raise _ObstacleError("more than one bias is added to its scores")
-        if bias.meta["requires_grad"]:
-            raise _ObstacleError(f"its bias {bias.name} has a gradient")
-        self.bias, self.scale = bias, float(given["alpha"])
-        self._num_dims[bias] = len(shape_of(product))
+        if given["beta"] != 0:
+            raise _ObstacleError("a bias is added to its scores")
+        self.scale *= given["alpha"]
         return given["batch1"], given["batch2"]
 
-    def shape_in_scores(self, x: Node) -> tuple[int, ...]:
-        """Return the shape of a mask or bias with the dims of ``lead``, queries and keys."""
-        num_dims = self._num_dims[x]
-        shape = (*[1] * (num_dims - len(shape_of(x))), *shape_of(x))
+    @property
+    def mask_shape(self) -> tuple[int, ...]:
+        """Shape of the mask with the dims of ``lead``, queries and keys."""
+        assert self.mask is not None
+        shape, lead = shape_of(self.mask), self._lead_of_mask
+        shape = (*[1] * (len(lead) + 2 - len(shape)), *shape)
         leading, rows = shape[:-2], shape[-2:]
-        if num_dims == len(self.lead) + 2:
+        if lead == self.lead:
             return shape
         if math.prod(leading) == 1:
             return (*[1] * len(self.lead), *rows)
         if leading == (math.prod(self.lead),):  # samples and heads in one dim there
             return (*self.lead, *rows)
-        raise _ObstacleError(f"{x.name} has other samples and heads than its probabilities")
+        raise _ObstacleError(f"{self.mask.name} has other samples and heads than its probabilities")
 
     def _require_kernel(self) -> None:
         factors = self.query, self.key, self.value
@@ -252,16 +238,31 @@ class _Attention:
         shapes = [shape_of(x) for x in factors]
         if any(isinstance(size, SymInt) for size in (*self.lead, *sum(shapes, ()))):
             raise _ObstacleError("its sizes are open: each would be compiled anew")
-        if len(self.lead) not in (1, 2) or len({math.prod(x[:-2]) for x in shapes}) > 1:
-            raise _ObstacleError("its scores have other dims than samples, heads, queries and keys")
+        self._require_lead(shapes)
         (*_, queries, width), (*_, keys), (*_, columns) = shapes
-        masks = [self.shape_in_scores(x) for x in (self.mask, self.bias) if x is not None]
-        if any(math.prod(shape) == 1 for shape in masks):
-            raise _ObstacleError("its mask or bias is a single number")
+        if self.mask is not None and math.prod(self.mask_shape) == 1:
+            raise _ObstacleError("its mask is a single value")
         if min(queries, keys) < _LEAST_ROWS:
             raise _ObstacleError(f"fewer than {_LEAST_ROWS} queries or keys")
         if width not in _WIDTHS or columns not in _WIDTHS:
             raise _ObstacleError(f"no kernel for heads of {width} and {columns} columns")
+
+    def _require_lead(self, factors: Sequence[tuple[int, ...]]) -> None:
+        """Samples and heads are the same everywhere, in two dims or in one."""
+        leads = {shape[:-2] for shape in factors}
+        # A rank's part of them; where something else is sharded, scores are of a part of the keys.
+        of_rows = {"R", "I"}
+        placement = self._context.meta["placement"]
+        if placement.is_sharded and placement.dim < len(shape_of(self._context)) - 2:
+            of_rows.add(placement.kind)
+        if placement.kind not in of_rows:
+            raise _ObstacleError(f"its context is {placement}: other than samples or heads")
+        ways = {self.lead, (math.prod(self.lead),)}
+        is_whole = len(self.lead) in (1, 2) and all(len(shape) > 2 for shape in factors)
+        if not is_whole or any(
+            lead not in ways and self.lead != (math.prod(lead),) for lead in leads
+        ):
+            raise _ObstacleError("its scores have other dims than samples, heads, queries and keys")
         if self.dropout is not None and self.dropout["world_size"] > 1:
             scores = len(self.lead) + 2
             if self.dropout["dim"] % scores >= len(self.lead):
@@ -282,13 +283,12 @@ def _fuse(context: Node, attention: _Attention) -> None:
     factors = (
         shaped(x, (*lead, *shape_of(x)[-2:])) for x in (attention.query, key, attention.value)
     )
-    mask, bias = (
-        None if x is None else shaped(x, (*ones, *attention.shape_in_scores(x)))
-        for x in (attention.mask, attention.bias)
-    )
+    mask = attention.mask
+    if mask is not None:
+        mask = shaped(mask, (*ones, *attention.mask_shape))
     if mask is not None and attention.inverted:
         mask = made(_aten.logical_not.default, mask)
-    tensors = (*factors, mask, bias)
+    tensors = (*factors, mask)
     place: tuple[Any, ...] = (None, attention.scale, 0.0, 0, 0, 1)
     if (given := attention.dropout) is not None:
         dim = given["dim"] % (len(attention.lead) + 2) + len(ones)

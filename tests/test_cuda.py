@@ -155,9 +155,8 @@ def test_attention_has_the_numbers_of_its_operators(
     shapes = ((queries, width), (keys, width), (keys, width), (queries, width))
     *factors, grad = [torch.randn(2, 3, *shape, generator=generator).to(dtype) for shape in shapes]
     mask = torch.ones(1, 1, queries, keys, dtype=torch.bool).tril()
-    bias = torch.randn(1, 3, 1, keys, generator=generator)
     tp, place = Communicator(None, 1, 2), (width**-0.5, p, 3, 1, 2)
-    rest: Any = (mask, bias, SEED if p else None, *place)
+    rest: Any = (mask, SEED if p else None, *place)
     exact: Any = [x.double() for x in factors]
     context, logsumexp = dropout_attention(tp, *exact, *rest)
     given: Any = (*exact, context, logsumexp, *rest)

@@ -111,8 +111,10 @@ def operator_flops(
     # By hand: torch's registry lacks the operator for CPUs, and has one count for a backward, in
     # which the recomputed product is part of the model's work.
     if target in FUSED_ATTENTION:
-        flops = 2 * _attention_product(*args[:2])  # scores, and scores times values
-        return flops, flops
+        product = _attention_product(*args[:2])
+        # Scores, and scores times values; ours computes the scores again where it drops some.
+        again = target is DROPOUT_ATTENTION.overload and args[4] is not None
+        return 2 * product, (3 if again else 2) * product
     if target in _ATTENTION_BACKWARDS:
         product = _attention_product(*args[1:3])
         return 4 * product, 5 * product  # two gradients per product, and the scores once more

@@ -1,10 +1,10 @@
-"""Attention with a mask, a bias and dropout as one operator.
+"""Attention with a mask and dropout as one operator.
 
 On a GPU one kernel computes it without scores in memory (:mod:`sp_compiler.ops.gpu.attention`); the
 operators below are what it stands for, on any device and for simulated ranks. The softmax is taken
 over all keys that the mask allows, and dropout applied to what it returns::
 
-    probs = softmax(where(mask, scale * query @ key^T + bias, -inf))
+    probs = softmax(where(mask, scale * query @ key^T, -inf))
     context = dropout(probs) @ value
 
 A query that may see no key has the context 0, as in fused attention of PyTorch.
@@ -36,7 +36,6 @@ def dropout_attention(  # noqa: PLR0913 - those of the operator
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    bias: Tensor | None,
     seed: Tensor | None,
     scale: float,
     p: float,
@@ -54,7 +53,6 @@ def dropout_attention(  # noqa: PLR0913 - those of the operator
         key: (b, a, l, d).
         value: (b, a, l, w).
         mask: bool, broadcast to (b, a, s, l): True where a query sees a key; ``None``: everywhere.
-        bias: added to the scaled scores, broadcast to (b, a, s, l); it has no gradient.
         seed: 0-dim int64; ``None`` for no dropout.
         scale: of the products of queries and keys.
         p, site, dim, world_size, first_row, padding: of :func:`~sp_compiler.ops.dropout.dropout`,
@@ -65,10 +63,10 @@ def dropout_attention(  # noqa: PLR0913 - those of the operator
     """
     place = p, site, dim, world_size, first_row, padding
     if (kernels := _kernels(tp, query)) is not None:
-        made = kernels.forward(tp.rank, query, key, value, mask, bias, seed, scale, *place)
+        made = kernels.forward(tp.rank, query, key, value, mask, seed, scale, *place)
         if made is not None:
             return made
-    scores = _scores(query, key, mask, bias, scale)
+    scores = _scores(query, key, mask, scale)
     logsumexp = scores.logsumexp(-1)
     probs = _probabilities(scores, logsumexp)
     if seed is not None:
@@ -85,7 +83,6 @@ def dropout_attention_backward(  # noqa: PLR0913 - those of the operator
     context: Tensor,
     logsumexp: Tensor,
     mask: Tensor | None,
-    bias: Tensor | None,
     seed: Tensor | None,
     scale: float,
     p: float,
@@ -101,11 +98,11 @@ def dropout_attention_backward(  # noqa: PLR0913 - those of the operator
     """
     place = p, site, dim, world_size, first_row, padding
     if (kernels := _kernels(tp, query)) is not None:
-        given = grad, query, key, value, context, logsumexp, mask, bias, seed
+        given = grad, query, key, value, context, logsumexp, mask, seed
         made = kernels.backward(tp.rank, *given, scale, *place)
         if made is not None:
             return made
-    scores = _scores(query, key, mask, bias, scale)
+    scores = _scores(query, key, mask, scale)
     dropped = probs = _probabilities(scores, logsumexp)
     grad_probs = torch.matmul(grad, value.transpose(-2, -1)).to(probs.dtype)
     if seed is not None:
@@ -134,21 +131,17 @@ def _kernels(tp: Communicator, query: Tensor) -> Any:
     return attention
 
 
-def _scores(
-    query: Tensor, key: Tensor, mask: Tensor | None, bias: Tensor | None, scale: float
-) -> Tensor:
+def _scores(query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Return the scores of all keys, in float32 or float64; -inf where the mask forbids one."""
     product = torch.matmul(query, key.transpose(-2, -1))
     scores = product.to(_exact(query.dtype)) * scale
-    if bias is not None:
-        scores = scores + bias
     return scores if mask is None else scores.masked_fill(~mask, -math.inf)
 
 
 def _probabilities(scores: Tensor, logsumexp: Tensor) -> Tensor:
-    # Of a row without any key: 0, where -inf less itself is NaN.
-    finite = logsumexp.masked_fill(logsumexp == -math.inf, 0.0)
-    return torch.exp(scores - finite.unsqueeze(-1))
+    # Of a query without any key: 0. (Not the exponential of scores less ``logsumexp``, of which
+    # large scores have few digits.)
+    return scores.softmax(-1).masked_fill((logsumexp == -math.inf).unsqueeze(-1), 0.0)
 
 
 # What a graph knows of them.
@@ -177,14 +170,14 @@ def _fake_backward(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, mask, bias, seed, *ctx.rest = inputs
+    query, key, value, mask, seed, *ctx.rest = inputs
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(query, key, value, *output, mask, bias, seed)
+    ctx.save_for_backward(query, key, value, *output, mask, seed)
 
 
 def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
     grads = _sp.dropout_attention_backward(grad, *ctx.saved_tensors, *ctx.rest)
-    return *grads, *[None] * (3 + len(ctx.rest))
+    return *grads, *[None] * (2 + len(ctx.rest))
 
 
 def _type_attention(args: Arguments, world_size: int) -> Sequence[Typing]:
@@ -196,9 +189,9 @@ def _type_backward(args: Arguments, world_size: int) -> Sequence[Typing]:
 
 
 def _typings(args: Arguments, world_size: int) -> list[tuple[Placement, tuple[Placement, ...]]]:
-    """Return the placements of what has samples and heads, each with those of mask, bias, seed."""
+    """Return the placements of what has samples and heads, each with those of mask and seed."""
     seed = [R] if args["seed"] is not None else []
-    masks = [args[name] for name in ("mask", "bias") if args[name] is not None]
+    masks = [] if args["mask"] is None else [args["mask"]]
     typings: list[tuple[Placement, tuple[Placement, ...]]] = []
     if args["seed"] is None or args["world_size"] == 1:
         typings.append((R, (*[R] * len(masks), *seed)))
@@ -234,7 +227,7 @@ _PLACE = (
 DROPOUT_ATTENTION = register(
     Operator(
         name="dropout_attention",
-        schema="(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, "
+        schema="(Tensor query, Tensor key, Tensor value, Tensor? mask, "
         f"Tensor? seed, {_PLACE}) -> (Tensor, Tensor)",
         kernel=dropout_attention,
         fake=_fake,
@@ -249,7 +242,7 @@ DROPOUT_ATTENTION_BACKWARD = register(
     Operator(
         name="dropout_attention_backward",
         schema="(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor context, "
-        "Tensor logsumexp, Tensor? mask, Tensor? bias, Tensor? seed, "
+        "Tensor logsumexp, Tensor? mask, Tensor? seed, "
         f"{_PLACE}) -> (Tensor, Tensor, Tensor)",
         kernel=dropout_attention_backward,
         fake=_fake_backward,

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.flop_counter import FlopCounterMode
 
 from sp_compiler.base.placement import Placement, R, S
 from sp_compiler.check.derive import declared_strategies
@@ -22,7 +24,7 @@ from tests.helpers.own_operators import Case, assert_registered, assert_right, n
 SAMPLES, HEADS, QUERIES, KEYS = 4, 4, 9, 150  # keys of more than one block
 SEED, SCALE, P, SITE = torch.tensor(7), 0.25, 0.3, 3
 LAST = Communicator(None, 1, 2)
-Masks = tuple[Tensor | None, Tensor | None]
+Mask = Tensor | None
 LOWER = torch.ones(1, 1, QUERIES, KEYS, dtype=torch.bool).tril()
 
 
@@ -38,11 +40,10 @@ def _factors() -> tuple[Tensor, Tensor, Tensor]:
     return query, _normal(*rows, KEYS, 8), _normal(*rows, KEYS, 16)
 
 
-def _expected(masks: Masks, seed: Tensor | None, place: tuple[int, ...]) -> list[Tensor]:
+def _expected(mask: Mask, seed: Tensor | None, place: tuple[int, ...]) -> list[Tensor]:
     """The context and the gradients of the factors, by torch's own operators."""
     query, key, value = factors = [x.requires_grad_() for x in _factors()]
-    mask, bias = masks
-    scores = query @ key.mT * SCALE + (0 if bias is None else bias)
+    scores = query @ key.mT * SCALE
     if mask is not None:
         # A query without any key has the context 0.
         alone = ~mask.any(-1, keepdim=True)
@@ -61,17 +62,17 @@ def _grad() -> Tensor:
     return _normal(SAMPLES, HEADS, QUERIES, 16)
 
 
-def _by_operators(masks: Masks, seed: Tensor | None, place: tuple[int, ...]) -> list[Tensor]:
-    given: Any = (*masks, seed, SCALE, P, SITE, *place)
+def _by_operators(mask: Mask, seed: Tensor | None, place: tuple[int, ...]) -> list[Tensor]:
+    given: Any = (mask, seed, SCALE, P, SITE, *place)
     factors = _factors()
     results = operators.dropout_attention(LAST, *factors, *given)
     grads = operators.dropout_attention_backward(LAST, _grad(), *factors, *results, *given)
     return [results[0], *grads]
 
 
-def _by_kernels(masks: Masks, seed: Tensor | None, place: tuple[int, ...]) -> list[Tensor]:
+def _by_kernels(mask: Mask, seed: Tensor | None, place: tuple[int, ...]) -> list[Tensor]:
     """What Inductor compiles for a GPU, by torch's own operators for FlexAttention."""
-    given = kernels.Given(*_factors(), *masks, seed, torch.tensor(SITE))
+    given = kernels.Given(*_factors(), mask, seed, torch.tensor(SITE))
     dim, world_size, first_row, padding = (*place, 0, 0)[:4]
     where = kernels.Place(1, SCALE, P, dim, world_size, first_row, padding)
     context, logsumexp = kernels.compute(given, where)
@@ -81,23 +82,22 @@ def _by_kernels(masks: Masks, seed: Tensor | None, place: tuple[int, ...]) -> li
 
 @pytest.mark.parametrize("run", [_by_operators, _by_kernels])
 @pytest.mark.parametrize(
-    ("masks", "seed", "place"),
+    ("mask", "seed", "place"),
     [
-        ((None, None), None, (0, 1)),
-        ((None, None), SEED, (0, 1)),
-        ((LOWER, None), SEED, (1, 2)),  # heads are sharded, this is the second rank
-        ((LOWER, None), None, (0, 1)),
+        (None, None, (0, 1)),
+        (None, SEED, (0, 1)),
+        (LOWER, SEED, (1, 2)),  # heads are sharded, this is the second rank
+        (LOWER, None, (0, 1)),
         # Random masks of each sample, some of whose queries may see no key, and padded heads.
-        ((_normal(SAMPLES, 1, QUERIES, KEYS) > 2.5, None), SEED, (1, 2, 5, 1)),
-        ((_normal(SAMPLES, 1, 1, KEYS) > 0, _normal(1, HEADS, 1, KEYS)), SEED, (0, 2)),
-        ((None, _normal(1, 1, QUERIES, KEYS)), None, (0, 1)),
+        (_normal(SAMPLES, 1, QUERIES, KEYS) > 2.5, SEED, (1, 2, 5, 1)),
+        (_normal(SAMPLES, HEADS, 1, KEYS) > 0, SEED, (0, 2)),
     ],
 )
 def test_context_and_gradients(
-    run: Any, masks: Masks, seed: Tensor | None, place: tuple[int, ...]
+    run: Any, mask: Mask, seed: Tensor | None, place: tuple[int, ...]
 ) -> None:
-    expected = _expected(masks, seed, place)
-    for actual, each in zip(run(masks, seed, place), expected, strict=True):
+    expected = _expected(mask, seed, place)
+    for actual, each in zip(run(mask, seed, place), expected, strict=True):
         torch.testing.assert_close(actual, each, rtol=0, atol=1e-13)
         # Merging the heads of any of them takes no copy.
         assert actual.transpose(1, 2).is_contiguous()
@@ -105,22 +105,22 @@ def test_context_and_gradients(
 
 def test_what_is_dropped_has_a_gradient_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """FlexAttention's own derivative of the change of scores knows nothing of what is dropped."""
-    expected = _expected((LOWER, None), SEED, (0, 1))
+    expected = _expected(LOWER, SEED, (0, 1))
     derivative = kernels._Scores.plain_derivative
     monkeypatch.setattr(kernels._Scores, "dropped_derivative", derivative)
-    _, grad_query, _, grad_value = _by_kernels((LOWER, None), SEED, (0, 1))
+    _, grad_query, _, grad_value = _by_kernels(LOWER, SEED, (0, 1))
     torch.testing.assert_close(grad_value, expected[3], rtol=0, atol=1e-13)
     assert (grad_query - expected[1]).abs().max() > 1e-2
 
 
 def test_queries_without_keys_have_no_nan_where_all_is_masked() -> None:
-    masks = torch.zeros(1, 1, 1, KEYS, dtype=torch.bool), None
+    mask = torch.zeros(1, 1, 1, KEYS, dtype=torch.bool)
     for run in (_by_operators, _by_kernels):
-        assert all(not x.any() for x in run(masks, SEED, (0, 1)))
+        assert all(not x.any() for x in run(mask, SEED, (0, 1)))
 
 
 def _given() -> tuple[kernels.Given, kernels.Place]:
-    given = kernels.Given(*_factors(), None, None, SEED, torch.tensor(SITE))
+    given = kernels.Given(*_factors(), None, SEED, torch.tensor(SITE))
     return given, kernels.Place(0, SCALE, P, 0, 1, 0, 0)
 
 
@@ -176,21 +176,21 @@ def test_layers_share_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # As operators.
 
-_BIAS = _normal(1, HEADS, 1, KEYS)
+_OF_HEADS = _normal(1, HEADS, 1, KEYS) > -1
 _ONE = Communicator(None, 0, 1)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize(
-    ("cut", "bias", "told"), [(R, R, 1), (S(0), R, 0), (S(1), S(1), 0)], ids=str
+    ("cut", "of_mask", "told"), [(R, R, 1), (S(0), R, 0), (S(1), S(1), 0)], ids=str
 )
-def test_placements(cut: Placement, bias: Placement, told: int, world_size: int) -> None:
+def test_placements(cut: Placement, of_mask: Placement, told: int, world_size: int) -> None:
     """``told``: number of ranks in the call; 0: all there are."""
     shape = SAMPLES, HEADS, QUERIES, KEYS
     kept = dropout_mask(_ONE, torch.empty(shape), SEED, P, SITE, 0, 1).double() / (1 - P)
 
     def dense(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
-        scores = (query @ key.mT * SCALE + _BIAS).masked_fill(~LOWER, -math.inf)
+        scores = (query @ key.mT * SCALE).masked_fill(~_OF_HEADS, -math.inf)
         return scores.softmax(-1) * kept @ value, scores.logsumexp(-1).detach()
 
     def gradients(grad: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -198,8 +198,7 @@ def test_placements(cut: Placement, bias: Placement, told: int, world_size: int)
         return torch.autograd.grad(dense(*leaves)[0], leaves, grad.detach())
 
     rest = SCALE, P, SITE, cut.dim, told or world_size
-    # Of a bias no gradient is asked for: in a graph that has one, it stays outside.
-    others, placed = [LOWER, _BIAS, SEED], (R, bias, R)
+    others, placed = [_OF_HEADS, SEED], (of_mask, R)
     factors = _factors()
     results = [x.detach() for x in dense(*factors)]
     backward = [_grad(), *factors, *results, *others]
@@ -213,16 +212,32 @@ def test_placements(cut: Placement, bias: Placement, told: int, world_size: int)
 
 def test_registered() -> None:
     factors = [x.requires_grad_() for x in _factors()]
-    assert_registered(DROPOUT_ATTENTION, *factors, LOWER, None, SEED, SCALE, P, SITE, 0, 1)
-    results = [x.detach() for x in _by_operators((LOWER, None), None, (0, 1))[:1]]
+    assert_registered(DROPOUT_ATTENTION, *factors, LOWER, SEED, SCALE, P, SITE, 0, 1)
+    results = [x.detach() for x in _by_operators(LOWER, None, (0, 1))[:1]]
     logsumexp = torch.zeros(SAMPLES, HEADS, QUERIES, dtype=torch.float64)
-    given = [_grad(), *_factors(), *results, logsumexp, LOWER, None, None]
+    given = [_grad(), *_factors(), *results, logsumexp, LOWER, None]
     assert_registered(DROPOUT_ATTENTION_BACKWARD, *given, SCALE, 0.0, 0, 0, 1)
 
 
 @pytest.mark.parametrize(("placement", "told"), [("S(0)", 1), ("R", 2), ("S(1)", 2), ("S(2)", 2)])
 def test_a_call_for_another_placement_is_not_declared(placement: str, told: int) -> None:
     """A shard as if replicated, a replicated value as a shard, other dims than that of the call."""
-    node = node_of(DROPOUT_ATTENTION, [*_factors(), LOWER, _BIAS, SEED], (SCALE, P, SITE, 0, told))
+    node = node_of(DROPOUT_ATTENTION, [*_factors(), LOWER, SEED], (SCALE, P, SITE, 0, told))
     ways = declared_strategies(node, 2) or ()
     assert Placement.parse(placement) not in [way.operands[0] for way in ways]
+
+
+def test_a_mode_of_the_caller_sees_nothing_of_a_compilation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    modes: list[int] = []
+
+    def compile_for(*args: Any) -> Any:
+        modes.append(len(_get_current_dispatch_mode_stack()))
+        return lambda *tensors: [tensors[0]]
+
+    monkeypatch.setattr(kernels, "compile_for", compile_for)
+    monkeypatch.setattr(kernels, "_COMPILED", {})
+    with FlopCounterMode(display=False):
+        kernels._run(kernels.compute, *_given())
+    assert modes == [0]

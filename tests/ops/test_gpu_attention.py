@@ -36,9 +36,8 @@ def test_numbers_are_those_of_the_operators(interpreted: Run, masked: bool, p: f
         for size in (QUERIES, KEYS, KEYS, QUERIES)
     )
     mask = torch.rand(1, 1, QUERIES, KEYS, generator=generator) > 0.9 if masked else None
-    bias = torch.randn(1, 2, QUERIES, KEYS, generator=generator) if masked else None
     seed = torch.tensor(7) if p else None
-    rest: Any = (mask, bias, seed, 0.25, p, 3, 1, 2)
+    rest: Any = (mask, seed, 0.25, p, 3, 1, 2)
     tp = Communicator(None, 1, 2)
 
     exact: Any = [x.double() for x in (query, key, value)]
@@ -47,7 +46,7 @@ def test_numbers_are_those_of_the_operators(interpreted: Run, masked: bool, p: f
         tp, grad.double(), *(*exact, context, logsumexp, *rest)
     )
 
-    given = kernels.Given(query, key, value, mask, bias, seed, torch.tensor(3))
+    given = kernels.Given(query, key, value, mask, seed, torch.tensor(3))
     place = kernels.Place(1, 0.25, p, 1, 2, 0, 0)
     results = interpreted(run_emitted, _emitted(kernels.compute, given, place), _present(given))
     for actual, each in zip(results, (context, logsumexp), strict=True):

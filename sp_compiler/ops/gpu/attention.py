@@ -37,6 +37,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import BlockMask
+from torch.utils._python_dispatch import _disable_current_modes
 
 from sp_compiler.ops.counter import Grid, bits_of, in_memory
 from sp_compiler.ops.dropout import threshold_of
@@ -84,7 +85,6 @@ class Given(NamedTuple):
     key: Tensor
     value: Tensor
     mask: Tensor | None
-    bias: Tensor | None
     seed: Tensor | None
     site: Tensor
     grad: Tensor | None = None
@@ -98,7 +98,6 @@ def forward(  # noqa: PLR0913 - those of the operator
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    bias: Tensor | None,
     seed: Tensor | None,
     scale: float,
     p: float,
@@ -109,7 +108,7 @@ def forward(  # noqa: PLR0913 - those of the operator
     padding: int,
 ) -> tuple[Tensor, Tensor] | None:
     """Run :func:`~sp_compiler.ops.attention.dropout_attention`; ``None`` if no kernel can."""
-    given = Given(query, key, value, mask, bias, seed, _on_device(site, query))
+    given = Given(query, key, value, mask, seed, _on_device(site, query))
     place = Place(rank, scale, p, dim, world_size, first_row, padding)
     made = _run(compute, given, place)
     return None if made is None else (made[0], made[1])
@@ -124,7 +123,6 @@ def backward(  # noqa: PLR0913 - those of the operator
     context: Tensor,
     logsumexp: Tensor,
     mask: Tensor | None,
-    bias: Tensor | None,
     seed: Tensor | None,
     scale: float,
     p: float,
@@ -136,7 +134,7 @@ def backward(  # noqa: PLR0913 - those of the operator
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Run :func:`~sp_compiler.ops.attention.dropout_attention_backward`; ``None`` if no kernel
     can."""
-    of_forward = query, key, value, mask, bias, seed, _on_device(site, query)
+    of_forward = query, key, value, mask, seed, _on_device(site, query)
     given = Given(*of_forward, grad, context, logsumexp)
     place = Place(rank, scale, p, dim, world_size, first_row, padding)
     made = _run(differentiate, given, place)
@@ -157,14 +155,14 @@ def compute(given: Given, place: Place) -> list[Tensor]:
     )
     plain = scores.plain, block_mask
     if given.seed is None:
-        context, lse, *_ = call(query, key, value, *plain, score_mod_other_buffers=scores.bias)
+        context, lse, *_ = call(query, key, value, *plain)
         return [_queries_first(context), lse / _LOG2_E]
     changed = scores.dropped, block_mask
     dropped, lse_dropped, *_ = call(
-        query, key, value, *changed, score_mod_other_buffers=(*scores.keys, *scores.bias)
+        query, key, value, *changed, score_mod_other_buffers=scores.keys
     )
     few = value[..., :_FEW_COLUMNS]
-    _, lse, *_ = call(query, key, few, *plain, score_mod_other_buffers=scores.bias)
+    _, lse, *_ = call(query, key, few, *plain)
     # Of a row of which nothing survives: 0, and not NaN where it had no key at all.
     share = torch.where(lse_dropped == -math.inf, 0.0, torch.exp2(lse_dropped - lse))
     context = (dropped.to(share.dtype) * share.unsqueeze(-1)).to(dropped.dtype)
@@ -180,13 +178,14 @@ def differentiate(given: Given, place: Place) -> list[Tensor]:
     (block_mask, mask), scores = _block_mask(given), _Scores(given, place)
     lse = logsumexp * _LOG2_E
     changed: tuple[Any, ...] = (scores.plain, scores.plain_derivative)
-    buffers, grad_lse = scores.bias, None
+    buffers: tuple[Tensor, ...] = ()
+    grad_lse = None
     if given.seed is not None:
         delta = (grad.to(lse.dtype) * context).sum(-1)
         changed = scores.dropped, scores.dropped_derivative
         # As the kernel itself reads it: of a row without any key there is nothing to subtract.
         finite = torch.where(logsumexp == -math.inf, 0.0, logsumexp)
-        buffers = (*scores.keys, *scores.bias, in_memory(finite), in_memory(delta))
+        buffers = (*scores.keys, in_memory(finite), in_memory(delta))
         # The kernel subtracts the gradient of the logsumexp, times log 2, from ``delta``.
         grad_lse = place.p * delta / _LOG2_E
     given_to_kernel: tuple[Any, ...] = (
@@ -201,14 +200,11 @@ class _Scores:
 
     Attributes:
         keys: of the rows and columns of a mask of dropout; empty without one.
-        bias: the bias, without dims of size 1, if there is one.
     """
 
     def __init__(self, given: Given, place: Place) -> None:
         self._place = place
         self._threshold = threshold_of(place.p)
-        bias, self._bias_dims = _without_ones(given.bias)
-        self.bias = () if bias is None else (bias,)
         self.keys: tuple[Tensor, ...] = ()
         if given.seed is not None:
             *rows, _ = given.query.shape
@@ -226,9 +222,6 @@ class _Scores:
             )
 
     def plain(self, score: Tensor, *rest: Tensor) -> Tensor:
-        place, bias = rest[:4], rest[4:]
-        for each in bias:
-            score = score + each[tuple(place[dim] for dim in self._bias_dims)]
         return score
 
     def plain_derivative(self, score: Tensor, *rest: Tensor) -> list[Tensor | None]:
@@ -236,14 +229,14 @@ class _Scores:
         return [grad, *[None] * (4 + len(buffers))]
 
     def dropped(self, score: Tensor, *rest: Tensor) -> Tensor:
-        place, keys, bias = rest[:4], rest[4:7], rest[7 : 7 + len(self.bias)]
-        score = self.plain(score, *place, *bias) - math.log1p(-self._place.p)
-        return torch.where(self._survives(place, keys), score, score.new_full((), -math.inf))
+        place, keys = rest[:4], rest[4:7]
+        survives, score = self._survives(place, keys), score - math.log1p(-self._place.p)
+        return torch.where(survives, score, score.new_full((), -math.inf))
 
     def dropped_derivative(self, score: Tensor, *rest: Tensor) -> list[Tensor | None]:
         place, (grad, *buffers) = rest[:4], rest[4:]
-        keys, (*bias, lse, delta) = buffers[:3], buffers[3:]
-        probability = torch.exp(self.plain(score, *place, *bias) - lse[place[:3]])
+        *keys, lse, delta = buffers
+        probability = torch.exp(score - lse[place[:3]])
         changed = torch.where(self._survives(place, keys), grad, -probability * delta[place[:3]])
         return [changed, *[None] * (4 + len(buffers))]
 
@@ -320,12 +313,15 @@ def _run(function: Function, given: Given, place: Place) -> Sequence[Tensor] | N
     given = Given(*in_order)  # type: ignore[arg-type]
     present = tuple(x for x in given if x is not None)
     layouts = tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in given)
-    key = function, place, layouts
+    # Products of float32 are compiled for one precision.
+    key = function, place, layouts, torch.get_float32_matmul_precision()
     if key in _COMPILED:
         compiled = _COMPILED[key]
         return None if compiled is None else compiled(*present)
     try:
-        compiled = compile_for(function, given, place)
+        # A mode of the caller's, as one that counts operations, would see the fake tensors.
+        with _disable_current_modes():
+            compiled = compile_for(function, given, place)
         made = compiled(*present)
     except torch.OutOfMemoryError:
         raise

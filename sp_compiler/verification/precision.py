@@ -307,14 +307,18 @@ class NothingDropped(TorchDispatchMode):
         return kernel(*args, **(kwargs or {}))
 
 
+def _scaled(x: Tensor, p: float) -> Tensor:
+    return x / (1 - p) if p < 1 else x * 0.0
+
+
 def _keep_native(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
-    return (x / (1 - p) if train else x), torch.ones_like(x, dtype=torch.bool)
+    return (_scaled(x, p) if train else x), torch.ones_like(x, dtype=torch.bool)
 
 
 _KEEP_ALL: dict[str, Callable[..., Any]] = {
     "aten::native_dropout": _keep_native,
     "aten::bernoulli": lambda x, *rest, **options: torch.ones_like(x),
     "aten::bernoulli_": lambda x, *rest, **options: x.fill_(1),
-    "sp_compiler::dropout": lambda x, seed, p, *rest: x / (1 - p),
+    "sp_compiler::dropout": lambda x, seed, p, *rest: _scaled(x, p),
     "sp_compiler::dropout_mask": lambda x, *rest: torch.ones_like(x, dtype=torch.bool),
 }

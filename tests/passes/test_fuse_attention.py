@@ -19,6 +19,7 @@ from sp_compiler.passes import fuse_attention as module
 from sp_compiler.passes.fuse_attention import fuse_attention
 from sp_compiler.passes.sharding.shard import shard
 from sp_compiler.trace.export import capture
+from tests.helpers import parity
 from tests.helpers.graph_builder import text
 
 HEADS, WIDTH, LENGTH = 4, 16, 128
@@ -267,3 +268,26 @@ def test_other_dims_stay(core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Attention, "core", core)
     lines, _ = _fused(Attention(), tp=1)
     assert "dropout_attention" not in lines
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        pytest.param("plain", {"tp": 2}, marks=pytest.mark.slow),
+        ("gpt2", {"tp": 3, "recompute": "none"}),  # which pads heads
+        ("plain", {"tp": 2, "half_batches": True, "recompute": "full"}),
+        pytest.param("bert", {"tp": 2, "sequence_parallel": False}, marks=pytest.mark.slow),
+    ],
+)
+def test_dropout_is_that_of_one_device(
+    name: str, options: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``verify`` drops nothing: here the masks are those of a seed, fused and not."""
+    monkeypatch.setattr(module, "DEVICES", ("cpu",))
+    monkeypatch.setattr(module, "_DTYPES", (torch.float64,))
+    monkeypatch.setattr(module, "_LEAST_ROWS", 2)
+    monkeypatch.setattr(module, "_WIDTHS", range(1, 99))
+    found = parity.case(name, 2, 12, p=0.1)
+    program = parity.assert_parity(found, **options)
+    assert "tp.dropout_attention(" in program.code
+    assert "tp.dropout_attention_backward(" in program.code

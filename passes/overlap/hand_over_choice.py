@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from sp_compiler.base.pass_report import Pass, report_of
@@ -22,6 +22,7 @@ from sp_compiler.passes.overlap.compare import (
 )
 from sp_compiler.passes.overlap.hand_over import Leaving, leavable, leaving
 from sp_compiler.passes.overlap.orders import Schedule, Unordered
+from sp_compiler.solve.block_schedule import simulate
 from sp_compiler.solve.list_schedule import ListSchedule
 
 
@@ -42,6 +43,10 @@ class _Left:
     def split(self) -> SplitBackward:
         return self.leaving.split()
 
+    def time_us(self, room_bytes: int) -> float:
+        """Return the time of :meth:`scheduled`, without the graphs."""
+        return simulate(self.search.block, self.search.order(room_bytes)).time_us
+
     def scheduled(self, room_bytes: int) -> Schedule:
         """Return a good order of the function of two calls."""
         return self._both.scheduled(room_bytes)
@@ -49,7 +54,8 @@ class _Left:
     @cached_property
     def _both(self) -> Unordered:
         assert self.split.both is not None
-        return self.alone.with_graph(self.split.both)
+        both = self.alone.with_graph(self.split.both)
+        return replace(both, known_search=self.search)
 
 
 def hand_over(
@@ -105,9 +111,8 @@ def hand_over(
 
 def _fastest(ways: Sequence[_Left], room_bytes: int) -> tuple[_Left, Schedule]:
     """Return the way that takes least time, scheduled."""
-    schedules = {way: way.scheduled(room_bytes) for way in dict.fromkeys(ways)}
-    best = min(ways, key=lambda way: schedules[way].time_us)
-    return best, schedules[best]
+    best = min(ways, key=lambda way: way.time_us(room_bytes))
+    return best, best.scheduled(room_bytes)
 
 
 def _grown_ways(
@@ -146,7 +151,9 @@ def _grown(
         if best_us <= (1 + ROUNDING) * best.search.block.compute_us:
             break
         more = left(best.leaving.late | single.leaving.late)
-        if more is not None and more.search.quick_us(most_bytes) < (1 - ROUNDING) * best_us:
+        if more is None or more.search.least_us >= best_us:  # no walk can find what is quicker
+            continue
+        if more.search.quick_us(most_bytes) < (1 - ROUNDING) * best_us:
             best = more
     return best
 

@@ -6,7 +6,7 @@ Nodes keep their meta; a ``wait`` gets that of its collective, with ``meta["orig
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from sp_compiler.ir.op_traits import is_part
 from sp_compiler.ir.rewriting import copy_node, make_like
 from sp_compiler.ir.symbolic import Sizes
 from sp_compiler.ops.convert import WAIT
-from sp_compiler.passes.overlap.tasks import Call, GraphTasks, block_of_calls, graph_tasks
+from sp_compiler.passes.overlap.tasks import Call, GraphTasks, graph_tasks
 from sp_compiler.solve.block_schedule import Block, most_beside, peak_bytes, simulate
 from sp_compiler.solve.list_schedule import ListSchedule
 
@@ -75,6 +75,7 @@ class Unordered:
     Attributes:
         own_parameters: as for :func:`overlap_collectives`, like ``sizes`` and ``hardware``.
         example: maps nodes of the copy with the example's sizes to those of ``graph``.
+        known_search: a search for orders of the same tasks, which has found some.
     """
 
     graph: Graph
@@ -83,6 +84,7 @@ class Unordered:
     hardware: Hardware
     example: Concretizer
     tasks: GraphTasks
+    known_search: ListSchedule | None = None
 
     @classmethod
     def of(
@@ -105,7 +107,7 @@ class Unordered:
     @cached_property
     def search(self) -> ListSchedule:
         """The search for orders, one for all limits."""
-        return ListSchedule(self.tasks.block)
+        return self.known_search or ListSchedule(self.tasks.block)
 
     @property
     def given_bytes(self) -> int:
@@ -114,11 +116,15 @@ class Unordered:
 
     def search_of_calls(self, calls: Sequence[Call]) -> ListSchedule:
         """Return the search for orders of a graph that has ``calls`` of nodes of ``graph``."""
-        graph = self.example.graph(self.graph)
-        copies = {self.example.twin(node): node for node in graph.nodes}
+        copies = self._copies
         of_example = [Call(*([copies[node] for node in nodes] for nodes in call)) for call in calls]
-        block = block_of_calls(graph, of_example, self.own_parameters, self.hardware)
-        return ListSchedule(block)
+        return ListSchedule(self.tasks.block_of_calls(of_example))
+
+    @cached_property
+    def _copies(self) -> Mapping[Node, Node]:
+        """Nodes of the copy with the example's sizes, by those of ``graph``."""
+        copy = self.example.graph(self.graph)
+        return {self.example.twin(node): node for node in copy.nodes}
 
     def scheduled(self, room_bytes: int, least_beside: float = 0.0) -> Schedule:
         """Return a good order; the arguments are those of :func:`overlapped`."""

@@ -43,6 +43,15 @@ class GraphTasks:
 
     block: Block
     nodes: tuple[Node, ...]
+    _facts: _FactsOfNodes
+
+    def block_of_calls(self, calls: Sequence[Call]) -> Block:
+        """Return the block of a graph with ``calls`` of nodes of this one, one after another, of
+        which the first alone has ``handed`` values, without the cost of such a graph."""
+        builder = _Builder(self._facts)
+        for call in calls:
+            builder.add_call(call)
+        return builder.block()
 
 
 def graph_tasks(graph: Graph, own_parameters: Collection[int], hardware: Hardware) -> GraphTasks:
@@ -51,10 +60,13 @@ def graph_tasks(graph: Graph, own_parameters: Collection[int], hardware: Hardwar
     Views and parts of results are not tasks: they cost nothing and stay with their operators. An
     operator that writes into its operand and returns it is one.
     """
-    builder = _Builder(graph, own_parameters, hardware)
+    # Gradients of the model's parameters are no activations, as in the peak that the plan has.
+    ignored = {base(node) for node in own_gradients(graph, own_parameters)}
+    facts = _FactsOfNodes(ignored, hardware)
+    builder = _Builder(facts)
     handed = [node for node in graph.find_nodes(op="placeholder") if is_handed(node)]
     builder.add_call(Call(handed, graph.nodes, graph.output_node().all_input_nodes))
-    return GraphTasks(builder.block(), tuple(builder.nodes))
+    return GraphTasks(builder.block(), tuple(builder.nodes), facts)
 
 
 class Call(NamedTuple):
@@ -71,19 +83,73 @@ class Call(NamedTuple):
     returned: Sequence[Node]
 
 
-def block_of_calls(
-    graph: Graph, calls: Sequence[Call], own_parameters: Collection[int], hardware: Hardware
-) -> Block:
-    """Return the block that :func:`graph_tasks` makes of a graph with ``calls`` one after another,
-    of which the first alone has ``handed`` values, without the cost of such a graph.
+class _Facts(NamedTuple):
+    """What the task of a node has in whatever call.
+
+    Attributes:
+        before: operators whose results it reads.
+        reads: of each operand, the nodes that may own its storage.
+        made: nodes whose storages it makes and that count.
+        arrival_bytes: those of its bytes that it allocates when it has arrived.
+        run_bytes: the others.
+        is_awaited: whether it is a collective, behind which a task waits for it.
+        draws: whether it draws random numbers.
+        writes: whether it writes into an operand.
+    """
+
+    before: Sequence[Node]
+    reads: Sequence[Sequence[Node]]
+    made: Sequence[Node]
+    time_us: float
+    link_us: float
+    arrival_bytes: int
+    run_bytes: int
+    is_awaited: bool
+    draws: bool
+    writes: bool
+
+
+class _FactsOfNodes:
+    """Facts of the nodes of a graph, each found once: many ways to divide the same nodes into calls
+    are compared.
 
     Args:
-        graph: the one that has all nodes.
+        ignored: nodes whose storages do not count.
     """
-    builder = _Builder(graph, own_parameters, hardware)
-    for call in calls:
-        builder.add_call(call)
-    return builder.block()
+
+    def __init__(self, ignored: Collection[Node], hardware: Hardware) -> None:
+        self._ignored, self._hardware = ignored, hardware
+        self._known: dict[Node, _Facts | None] = {}
+
+    def of(self, node: Node) -> _Facts | None:
+        """Return the facts of a node; ``None`` if it is no task."""
+        if node not in self._known:
+            self._known[node] = self._found(node)
+        return self._known[node]
+
+    def _found(self, node: Node) -> _Facts | None:
+        if node.op != "call_function" or _stays_with_operator(node):
+            return None
+        in_place = is_view(node)
+        made = [] if in_place else made_storages(node)
+        collectives, link_us = node_collectives(node), 0.0
+        if collectives:
+            world_size = arguments(node)["world_size"]
+            link_us = collectives_us(collectives, world_size, self._hardware)
+        later_bytes = arrival_bytes(node)
+        needed_bytes = scratch_bytes(node) if in_place else run_bytes(node, self._ignored)
+        return _Facts(
+            before=tuple(_operators_before(node)),
+            reads=[_owners(source) for source in node.all_input_nodes],
+            made=[storage for storage in made if storage not in self._ignored],
+            time_us=compute_us(node, self._hardware),
+            link_us=link_us,
+            arrival_bytes=later_bytes,
+            run_bytes=needed_bytes - later_bytes,
+            is_awaited=collective_of(node) is not None,
+            draws=draws(node),
+            writes=getattr(getattr(node.target, "_schema", None), "is_mutable", False),
+        )
 
 
 class _Builder:
@@ -94,12 +160,10 @@ class _Builder:
         nodes: node of each task.
     """
 
-    def __init__(self, graph: Graph, own_parameters: Collection[int], hardware: Hardware) -> None:
+    def __init__(self, facts: _FactsOfNodes) -> None:
         self.tasks: list[Task] = []
         self.nodes: list[Node] = []
-        # Gradients of the model's parameters are no activations, as in the peak that the plan has.
-        self._ignored = {base(node) for node in own_gradients(graph, own_parameters)}
-        self._hardware = hardware
+        self._facts = facts
         self._storage_bytes: list[int] = []
         self._returned: set[int] = set()
         self._handed: tuple[int, ...] = ()  # the first task, if it makes what is handed over
@@ -119,9 +183,10 @@ class _Builder:
             self.tasks.append(Task(makes=tuple(map(self._new_storage, call.handed))))
             self.nodes.append(call.handed[0])
         for node in call.nodes:
-            if node.op == "call_function" and not _stays_with_operator(node):
-                self._add(node)
-        self._returned.update(self._storages_of(call.returned))
+            facts = self._facts.of(node)
+            if facts is not None:
+                self._add(node, facts)
+        self._returned.update(self._storages_of(map(_owners, call.returned)))
 
     def block(self) -> Block:
         """Return the tasks as a block."""
@@ -132,66 +197,55 @@ class _Builder:
         self._storage_bytes.append(owned_bytes(owner))
         return self._storages[owner]
 
-    def _storages_of(self, nodes: Sequence[Node]) -> Iterator[int]:
-        """Return the counted storages of ``nodes``."""
-        for node in nodes:
-            # Not the base at once: the call may be given an operand that another wrote into.
-            while node not in self._storages and is_view(node):
-                node = node.args[0]
-            if node in self._storages:
-                yield self._storages[node]
+    def _storages_of(self, values: Iterable[Sequence[Node]]) -> Iterator[int]:
+        """Return the counted storages of values, of each by the nodes that may own it."""
+        for owners in values:
+            for owner in owners:
+                if owner in self._storages:
+                    yield self._storages[owner]
+                    break
 
-    def _add(self, node: Node) -> None:
+    def _add(self, node: Node, facts: _Facts) -> None:
         """Add the task of ``node``, and after a collective the wait for it."""
         position = len(self.tasks)
-        before = _operators_before(node)
-        needs = [self._result_of[source] for source in before if source in self._result_of]
-        needs.extend(self._effects_before(node, position))
+        needs = [self._result_of[source] for source in facts.before if source in self._result_of]
+        needs.extend(self._effects_before(facts, position))
         needs.extend(self._handed)
-        in_place = is_view(node)
-        made = [] if in_place else made_storages(node)
-        made = [storage for storage in made if storage not in self._ignored]
-        makes = tuple(map(self._new_storage, made))
-        reads = tuple(self._storages_of(node.all_input_nodes))
-        link_us = 0.0
-        collectives = node_collectives(node)
-        if collectives:
-            world_size = arguments(node)["world_size"]
-            link_us = collectives_us(collectives, world_size, self._hardware)
-        needed_bytes = scratch_bytes(node) if in_place else run_bytes(node, self._ignored)
+        makes = tuple(map(self._new_storage, facts.made))
+        reads = tuple(self._storages_of(facts.reads))
         task = Task(
             needs=tuple(dict.fromkeys(needs)),
-            time_us=compute_us(node, self._hardware),
-            link_us=link_us,
+            time_us=facts.time_us,
+            link_us=facts.link_us,
             makes=makes,
             reads=reads,
-            run_bytes=needed_bytes - arrival_bytes(node),
+            run_bytes=facts.run_bytes,
         )
         self.tasks.append(task)
         self.nodes.append(node)
-        if collective_of(node) is not None:
+        if facts.is_awaited:
             # The wait reads the operands too: they must live until the collective has ended.
             self.tasks.append(
                 Task(
                     needs=(position,),
                     waits_for=position,
                     reads=reads,
-                    run_bytes=arrival_bytes(node),
+                    run_bytes=facts.arrival_bytes,
                 )
             )
             self.nodes.append(node)
         self._result_of[node] = len(self.tasks) - 1
 
-    def _effects_before(self, node: Node, position: int) -> Iterator[int]:
-        """Return tasks that ``node`` may not overtake, although it does not read their results."""
+    def _effects_before(self, facts: _Facts, position: int) -> Iterator[int]:
+        """Return tasks that the next may not overtake, although it does not read their results."""
         if self._last_write is not None:
             yield self._last_write
-        if draws(node):
+        if facts.draws:
             # In the order of the graph, or another schedule would draw other numbers.
             if self._last_draw is not None:
                 yield self._last_draw
             self._last_draw = position
-        if getattr(getattr(node.target, "_schema", None), "is_mutable", False):
+        if facts.writes:
             # Any task before may read what it overwrites; later ones follow it, see above.
             yield from range(position)
             self._last_write = position
@@ -209,3 +263,12 @@ def _operators_before(node: Node) -> Iterator[Node]:
             yield from _operators_before(source)
         elif source.op == "call_function":
             yield source
+
+
+def _owners(node: Node) -> Sequence[Node]:
+    """Return the nodes that may own the storage of ``node``: itself, and what it is a view of."""
+    # Not the base alone: a call may be given an operand that another wrote into.
+    owners = [node]
+    while is_view(owners[-1]):
+        owners.append(owners[-1].args[0])
+    return owners

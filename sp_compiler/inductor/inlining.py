@@ -59,6 +59,9 @@ class Inlining:
             values = dict(zip(inputs, [rank, *node.all_input_nodes], strict=True))
             with graph.inserting_before(node):
                 (result,) = graph.graph_copy(body, values)
+            # Not that of the shared trace: a later trace would take results of equal calls for one
+            # tensor. A kernel's result is a tensor of its own, as this one is.
+            result.meta["val"] = node.meta["val"]
             node.replace_all_uses_with(result)
             graph.erase_node(node)
 

@@ -80,7 +80,8 @@ def trace(
     """Trace ``function(tp, *arguments)`` with fake tensors, one of them the rank.
 
     The graph has no mutation and none of our custom operators, whose kernels are traced through;
-    ``inlining`` has graphs of some, for tensors of this fake tensor mode.
+    ``inlining`` has graphs of some, for tensors of this fake tensor mode. It reads every argument
+    from a placeholder of its own, for real ones may differ where fake ones are one tensor.
     """
     from torch._inductor.decomposition import select_decomp_table
 
@@ -98,7 +99,8 @@ def trace(
         several = isinstance(result, tuple)
         return list(result) if several else [result]
 
-    values = [tp.rank, *[arguments[place] for place in places]]
+    # Of two arguments that are one object, the graph would read one for both.
+    values = _each_its_own([tp.rank, *[arguments[place] for place in places]])
     mode = detect_fake_mode(values)
     assert mode is not None
     # With open sizes operators must decompose in Python, where sizes may be symbols; with fixed
@@ -127,6 +129,16 @@ def trace(
     module.recompile()
     arranges = [_arrangement(arguments[place]) for place in places]
     return Traced(module, mode, values, places, arranges, takes_rank, several)
+
+
+def _each_its_own(values: Sequence[Any]) -> list[Any]:
+    seen: set[int] = set()
+    result = []
+    for value in values:
+        is_seen = isinstance(value, Tensor) and id(value) in seen
+        seen.add(id(value))
+        result.append(value.detach() if is_seen else value)
+    return result
 
 
 def compile_graph(traced: Traced) -> Callable[[list[Any]], Sequence[Any]]:

@@ -58,6 +58,7 @@ class ListSchedule:
         self.least_us = least_us(block)
         self.block, self._walked = block, _with_room_to_arrive(block)
         self._first: dict[int, Walked] = {}  # the best of the first walks, by the limit
+        self._orders: dict[int, list[int]] = {}  # by the limit
 
     def quick_us(self, limit_bytes: int) -> float:
         """Return about the time of :meth:`order`, to compare blocks: that of walks as priorities
@@ -66,8 +67,13 @@ class ListSchedule:
 
     def order(self, limit_bytes: int) -> list[int]:
         """Return what :func:`list_schedule` does."""
-        block = self._walked
         limit_bytes = max(limit_bytes, self.block.given_bytes)
+        if limit_bytes not in self._orders:
+            self._orders[limit_bytes] = self._order(limit_bytes)
+        return self._orders[limit_bytes]
+
+    def _order(self, limit_bytes: int) -> list[int]:
+        block = self._walked
         best = self._best_of_first(limit_bytes)
         enough = block.compute_us > _WORTH_HIDING * block.link_us
         if enough and len(block.tasks) <= _MOST_TASKS:

@@ -10,7 +10,7 @@ import math
 from bisect import insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain, compress
 
 from sp_compiler.solve.block_schedule import Block, Clock, Memory, simulate
 
@@ -48,8 +48,7 @@ class Fitting:
     Attributes:
         order: its tasks.
         place: index in ``order``, by task.
-        reached_bytes: bytes that exist while a task runs, by its index in ``order``.
-        most_bytes: the most bytes that exist from then on, likewise.
+        most_bytes: the most bytes that exist from a task on, by its index in ``order``.
         made_bytes: bytes of the storages that a task makes, likewise.
         can_run: whether a task can run after a set of others (one bit each), as far as that was
             asked: most walks meet the sets of the walks before.
@@ -60,8 +59,8 @@ class Fitting:
     def __init__(self, block: Block, order: Sequence[int]) -> None:
         self.order = order
         memory = Memory(block)
-        self.reached_bytes = [memory.run(position) for position in order]
-        self.most_bytes = [0, *accumulate(reversed(self.reached_bytes), max)][::-1]
+        reached_bytes = [memory.run(position) for position in order]
+        self.most_bytes = [0, *accumulate(reversed(reached_bytes), max)][::-1]
         self.made_bytes = [block.made_bytes[position] for position in order]
         self.place = {position: place for place, position in enumerate(order)}
         self.limits = self.spends = False
@@ -121,6 +120,7 @@ class _Walk:
         self._block, self._limit_bytes, self._wishes = block, limit_bytes, wishes
         self._fitting, self._rank_of = fitting, wishes.ranks
         self._on_link, self._times_us, self._users = block.on_link, block.times_us, block.users
+        self._run_bytes, self._made_bytes = block.run_bytes, block.made_bytes
         self._memory = Memory(block)
         # Often all that the block ever makes fits at once, beside a head with a large vocabulary.
         self._all_fit = block.most_bytes <= limit_bytes
@@ -133,7 +133,7 @@ class _Walk:
         self._done = 0  # a set, one bit per task
         self._first_left, self._last_done = 0, -1  # places in ``fitting``
         self._early_bytes = 0  # made by tasks that ran before their turn
-        self._ran = bytearray(len(block.tasks))  # whether the task at each of these has run
+        self._left = bytearray(b"\1") * len(block.tasks)  # whether the task at each is left
         self._clock, self._slow_clock = Clock(block), Clock(block, _SLOW_LINK)
         self._start_us = [0.0] * len(block.tasks)
         self._under_way: dict[int, None] = {}  # starts; a set with an order
@@ -171,11 +171,7 @@ class _Walk:
         if behind and oldest not in self._block.starts_of:
             # What is on its way may have to arrive first, for until then what was sent is alive.
             return oldest if self._fits(oldest) else wait
-        kernel = None
-        for _, each in self._kernels:
-            if self._fits(each):
-                kernel = each
-                break
+        kernel = self._first_fitting()
         start = self._start_before(kernel) if self._starts else None
         if start is not None:
             return start
@@ -192,6 +188,22 @@ class _Walk:
         # Nothing to do meanwhile, or nothing that fits: the clock goes on to the next arrival. With
         # nothing under way, the next of the order that fits does fit.
         return wait if waits else oldest
+
+    def _first_fitting(self) -> int | None:
+        """Return the kernel that goes first among those that fit."""
+        if self._all_fit:
+            return self._kernels[0][1] if self._kernels else None
+        # Most fit by two sums, here without a call for each.
+        run_bytes, made_bytes, limit_bytes = self._run_bytes, self._made_bytes, self._limit_bytes
+        free_bytes = limit_bytes - self._memory.live_bytes
+        early_bytes = self._fitting.most_bytes[self._first_left] + self._early_bytes
+        free_later_bytes = limit_bytes - early_bytes
+        for _, each in self._kernels:
+            if run_bytes[each] <= free_bytes and made_bytes[each] <= free_later_bytes:
+                return each
+            if self._fits(each):
+                return each
+        return None
 
     def _spares(self, kernel: int, left_us: float) -> bool:
         """Return whether ``kernel``, which no collective needs, is too long to hide the rest of
@@ -234,60 +246,40 @@ class _Walk:
         return known[key]
 
     def _returns_after(self, position: int) -> bool:
-        # First what is under way arrives, which only frees memory.
+        # What is under way arrives, which only frees memory. Then the tasks that it has passed run
+        # beside what it makes. Those behind it in the order that fits find no more than without it.
         wait_of, place = self._block.wait_of, self._fitting.place
-        starts = [*self._under_way, position]
-        first = [position, *(wait_of[start] for start in starts if start in wait_of)]
-        ran = self._ran.copy()
-        for each in first:
-            ran[place[each]] = 1
-        begin, end = self._first_left, max(self._last_done, place[position]) + 1
-        end = begin + self._num_tight(begin, end, ran[begin:end])
-        if end == begin:
-            return True
-        memory = self._memory.copy()
-        memory.run_all(first, math.inf)
-        left = zip(self._fitting.order[begin:end], ran[begin:end], strict=True)
-        rest = [each for each, has_run in left if not has_run]
-        return memory.run_all(rest, self._limit_bytes) <= self._limit_bytes
-
-    def _num_tight(self, begin: int, end: int, ran: bytearray) -> int:
-        """Return how many of the places from ``begin`` to ``end`` of the order that fits may need
-        more than the limit or lie before one that does.
-
-        Args:
-            ran: of each, whether its task has run; behind ``end`` none has.
-        """
-        # There is at most what exists in that order, and what was made early.
-        reached_bytes = self._fitting.reached_bytes[begin:end]
-        made_bytes = self._fitting.made_bytes[begin:end]
-        left_bytes = self._limit_bytes
-        places = zip(reversed(ran), reversed(reached_bytes), reversed(made_bytes), strict=True)
-        for index, (has_run, reached, made) in enumerate(places):
-            if has_run:
-                left_bytes -= made
-            elif reached > left_bytes:
-                return end - begin - index
-        return 0
+        arrive = [wait_of[start] for start in (*self._under_way, position) if start in wait_of]
+        left = self._left.copy()
+        for each in arrive:
+            left[place[each]] = 0
+        passed = slice(self._first_left, place[position])
+        order = chain((position, *arrive), compress(self._fitting.order[passed], left[passed]))
+        return self._memory.copy().run_all(order, self._limit_bytes) <= self._limit_bytes
 
     def _run(self, position: int) -> None:
+        on_link, rank_of, kernels = self._on_link, self._rank_of, self._kernels
         self._start_us[position] = self._clock.now_us
-        if self._on_link[position]:
+        if on_link[position]:
             self._run_on_link(position)
         else:  # most tasks, without the cost of five calls
-            self._kernels.remove((self._rank_of[position], position))
+            kernels.remove((rank_of[position], position))
             time_us = self._times_us[position]
             self._clock.now_us += time_us
             self._slow_clock.now_us += time_us
-        self._memory.run(position)
         self._order.append(position)
         self._done |= 1 << position
+        if not self._all_fit:
+            self._memory.run(position)
         self._move_on(position)
         needs_left = self._needs_left
         for user in self._users[position]:
             needs_left[user] -= 1
             if not needs_left[user]:
-                self._add_ready(user)
+                if on_link[user]:
+                    self._add_ready(user)
+                else:
+                    insort(kernels, (rank_of[user], user))
 
     def _run_on_link(self, position: int) -> None:
         ready, key = self._place_ready(position)
@@ -301,22 +293,20 @@ class _Walk:
 
     def _move_on(self, position: int) -> None:
         """Note in the order that fits that ``position`` has run."""
-        ran, place, made_bytes = self._ran, self._fitting.place[position], self._fitting.made_bytes
-        ran[place] = 1
+        left, made_bytes = self._left, self._fitting.made_bytes
+        place = self._fitting.place[position]
+        left[place] = 0
         self._early_bytes += made_bytes[place]
         if place > self._last_done:
             self._last_done = place
         if place == self._first_left:
-            next_left = ran.find(0, place)
-            self._first_left = len(ran) if next_left < 0 else next_left
+            next_left = left.find(1, place)
+            self._first_left = len(left) if next_left < 0 else next_left
             self._early_bytes -= sum(made_bytes[place : self._first_left])
 
     def _add_ready(self, position: int) -> None:
-        if self._on_link[position]:
-            ready, key = self._place_ready(position)
-            insort(ready, (key, position))
-        else:
-            insort(self._kernels, (self._rank_of[position], position))
+        ready, key = self._place_ready(position)
+        insort(ready, (key, position))
 
     def _place_ready(self, position: int) -> tuple[list[tuple[float, int]], float]:
         """Return the list that has a task on the link while it is ready, and its key there."""

@@ -158,6 +158,17 @@ def test_a_function_of_no_tensors(rows: list[int]) -> None:
     assert torch.equal(got, expected)
 
 
+def test_each_argument_is_read_as_itself() -> None:
+    """Even where the fake ones are one tensor."""
+    compiled = Fused(lambda tp, x, y: x - 2 * y)
+    with FakeTensorMode():
+        x = torch.empty(3)
+        compiled(TracingRank(torch.zeros((), dtype=torch.int64), 2), x, x)
+    assert compiled._traced is not None
+    x, y = torch.randn(2, 3)
+    assert torch.equal(compiled._traced.module(x, y)[0], x - 2 * y)
+
+
 @pytest.mark.slow
 def test_rows_that_are_added_to_their_own_tensor() -> None:
     """Inductor adds in place, and must not read what it has changed."""

@@ -34,7 +34,7 @@ def _operators(function: Function) -> list[tuple[object, str]]:
 CALLS: dict[str, Callable[..., Tensor]] = {
     "dropout": lambda kernel, x, seed: kernel(x, seed, 0.1, 3, 1, 2),
     "dropout_mask": lambda kernel, x, seed: kernel(x, seed, 0.1, 3, 1, 2),
-    "uniform": lambda kernel, x, seed: x * kernel(seed, [4, 6], torch.float32, 3, 1, 2),
+    "uniform": lambda kernel, x, seed: kernel(seed, [4, 6], torch.float32, 3, 1, 2),
 }
 
 
@@ -49,6 +49,44 @@ def test_the_graph_is_that_of_a_trace_through_the_kernel(name: str) -> None:
     through = _operators(lambda tp, x, seed: call(partial(kernel, tp), x + 1, seed) * 2)
     assert inlined == through
     assert not [target for target, _ in inlined if "sp_compiler" in str(target)]
+
+
+def test_results_of_equal_calls_are_two_tensors() -> None:
+    """Two results of one trace are told apart by a function that is given both."""
+
+    def forward(tp: Communicator, x: Tensor, seed: Tensor) -> Tensor:
+        return tp.dropout(x.relu(), seed, 0.1, 3, 1, 2)
+
+    def backward(tp: Communicator, grad: Tensor, seed: Tensor) -> Tensor:
+        return tp.dropout(grad.neg(), seed, 0.1, 3, 1, 2)
+
+    product = Fused(lambda tp, x, grad: (x * grad).sum(0))
+    mode = FakeTensorMode()
+    with mode:
+        rank = TracingRank(torch.zeros((), dtype=torch.int64), 2)
+        x, seed = torch.empty(4, 6), torch.zeros((), dtype=torch.int64)
+        results = [Fused(function)(rank, x, seed) for function in (forward, backward)]
+        assert len({each.untyped_storage()._cdata for each in results}) == 2
+        product(rank, *results)
+    assert product._traced is not None
+    x, grad = torch.randn(2, 4, 6, dtype=torch.float64)
+    assert torch.equal(product._traced.module(x, grad)[0], (x * grad).sum(0))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_view_of_a_result_has_its_memory(name: str) -> None:
+    """Inductor reads off fake tensors what it may write in place."""
+    call = CALLS[name]
+
+    def function(tp: Communicator, x: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
+        first, second = (call(getattr(tp, name), x + i, seed) for i in range(2))
+        return first, first.t(), second, second.t()
+
+    traced = fused(function, [torch.ones(4, 6), torch.tensor(7)])._traced
+    assert traced is not None
+    first, first_view, second, second_view = (x.untyped_storage()._cdata for x in traced.results)
+    assert (first, second) == (first_view, second_view)
+    assert first != second
 
 
 def _traces(*functions: Function, shape: tuple[int, ...] = (4, 6)) -> int:

@@ -17,8 +17,8 @@ the steps. A query that may see no key has the context 0, where a graph may make
 A bias is an obstacle, for it may be a mask of finite numbers: a query without keys then has the
 mean of all values, which the operator's numbers per query are too few to tell.
 
-Returns a copy of the region. Reads ``meta["val"]``, ``meta["requires_grad"]`` and
-``meta["placement"]``; the context has the meta of the product that it replaces.
+Returns a copy of the region. Reads ``meta["val"]`` and ``meta["placement"]``; the context has the
+placement of the product that it replaces.
 """
 
 from __future__ import annotations

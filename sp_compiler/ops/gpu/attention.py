@@ -255,8 +255,8 @@ def _block_mask(given: Given) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
         listed = number, index, None, None, number, index, None, None
         everything = BlockMask((rows, columns), *listed, (_EVERYTHING, _EVERYTHING), _all)
         return everything.as_tuple(), ()
-    mask, dims = _without_ones(given.mask)
-    assert mask is not None
+    # Without dims of size 1, in which it is repeated.
+    mask, dims = given.mask.squeeze(), [i for i, size in enumerate(given.mask.shape) if size != 1]
 
     def allowed(*place_and_mask: Tensor) -> Tensor:
         *place, mask = place_and_mask
@@ -284,13 +284,6 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
     marks = blocks.to(torch.int32)
     order = marks.argsort(dim=-1, descending=True, stable=True)
     return marks.sum(-1).to(torch.int32), order.to(torch.int32)
-
-
-def _without_ones(x: Tensor | None) -> tuple[Tensor | None, tuple[int, ...]]:
-    """Return ``x`` without dims of size 1, in which it is repeated, and which dims are left."""
-    if x is None:
-        return None, ()
-    return x.squeeze(), tuple(dim for dim, size in enumerate(x.shape) if size != 1)
 
 
 def _queries_first(x: Tensor) -> Tensor:

@@ -18,6 +18,8 @@ from sp_compiler.ir.forward_backward import (
     PartitionedRegion,
     SplitBackward,
 )
+from sp_compiler.ir.fx import module_of
+from sp_compiler.ir.program import Region
 from sp_compiler.ir.rewriting import subgraph
 from sp_compiler.ir.snapshot import (
     BACKWARD,
@@ -68,6 +70,13 @@ def variants_by_pass(
             compiled, codes=dict(sharded), loss_backwards={}, regions=_on_device(compiled)
         )
     }
+    if joint and Pass.FUSE_ATTENTION in stages:
+        stage = stages[Pass.FUSE_ATTENTION]
+        fused = {
+            name: ShardedCode(_region_after(item.region, stage), item.differentiable)
+            for name, item in regions.items()
+        }
+        variants[Pass.FUSE_ATTENTION] = replace(variants[Pass.SHARD], codes=dict(fused))
     for each in [each for each in _JOINT if joint and each in stages]:
         joints = {name: _joint_after(item, stages[each]) for name, item in regions.items()}
         variants[each] = _of_joints(compiled, joints)
@@ -121,6 +130,11 @@ def _divided(
         for name, split in compiled.regions.items()
     }
     return replace(compiled, codes=whole, loss_backwards=from_loss, regions=regions)
+
+
+def _region_after(region: Region, stage: Snapshot) -> Region:
+    graph = stage.graphs.get(region.name, region.module.graph)
+    return replace(region, module=module_of(graph, region.module))
 
 
 def _joint_after(item: CompiledRegion, stage: Snapshot) -> JointGraph:

@@ -114,7 +114,9 @@ def load(text: str) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
     lines = [*(line for line in imports if "get_raw_stream" not in line), _HEAD]
     written = r"^(\w+) = async_compile\.triton\('\w+', '''(.*?)^'''"
     for name, source in re.findall(written, text, re.MULTILINE | re.DOTALL):
-        kernel = source[source.index("@triton_heuristics") :]
+        _, _, kernel = source.partition("triton_helpers.set_driver_to_gpu()\n")
+        # A template has no such line, and nothing in front of its kernel that would be missed.
+        kernel = kernel or source[source.index("@triton_heuristics") :]
         # The functions of a template have the same names in each kernel.
         for inner in re.findall(r"^def (\w+)\(", kernel, re.MULTILINE):
             if inner != name:

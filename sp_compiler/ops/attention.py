@@ -63,7 +63,7 @@ def dropout_attention(  # noqa: PLR0913 - those of the operator
     """
     place = p, site, dim, world_size, first_row, padding
     if (kernels := _kernels(tp, query)) is not None:
-        made = kernels.forward(tp.rank, query, key, value, mask, seed, scale, *place)
+        made = kernels.forward(tp.rank, (query, key, value, mask, seed), scale, *place)
         if made is not None:
             return made
     scores = _scores(query, key, mask, scale)
@@ -98,8 +98,8 @@ def dropout_attention_backward(  # noqa: PLR0913 - those of the operator
     """
     place = p, site, dim, world_size, first_row, padding
     if (kernels := _kernels(tp, query)) is not None:
-        given = grad, query, key, value, context, logsumexp, mask, seed
-        made = kernels.backward(tp.rank, *given, scale, *place)
+        of_forward, of_backward = (query, key, value, mask, seed), (grad, context, logsumexp)
+        made = kernels.backward(tp.rank, of_backward, of_forward, scale, *place)
         if made is not None:
             return made
     scores = _scores(query, key, mask, scale)

@@ -92,53 +92,46 @@ class Given(NamedTuple):
     logsumexp: Tensor | None = None
 
 
-def forward(  # noqa: PLR0913 - those of the operator
-    rank: int,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    seed: Tensor | None,
-    scale: float,
-    p: float,
-    site: int,
-    dim: int,
-    world_size: int,
-    first_row: int,
-    padding: int,
+def forward(
+    rank: int, tensors: Sequence[Tensor | None], scale: float, p: float, site: int, *where: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Run :func:`~sp_compiler.ops.attention.dropout_attention`; ``None`` if no kernel can."""
-    given = Given(query, key, value, mask, seed, _on_device(site, query))
-    place = Place(rank, scale, p, dim, world_size, first_row, padding)
-    made = _run(compute, given, place)
+    """Run :func:`~sp_compiler.ops.attention.dropout_attention`; ``None`` if no kernel can.
+
+    Args:
+        rank: this rank.
+        tensors: the operator's tensors, in its order.
+        scale, p, site: of the operator.
+        where: its other arguments.
+    """
+    made = _run(compute, _given(tensors, site), Place(rank, scale, p, *where))
     return None if made is None else (made[0], made[1])
 
 
-def backward(  # noqa: PLR0913 - those of the operator
+def backward(
     rank: int,
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    context: Tensor,
-    logsumexp: Tensor,
-    mask: Tensor | None,
-    seed: Tensor | None,
+    made: Sequence[Tensor],
+    tensors: Sequence[Tensor | None],
     scale: float,
     p: float,
     site: int,
-    dim: int,
-    world_size: int,
-    first_row: int,
-    padding: int,
+    *where: int,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Run :func:`~sp_compiler.ops.attention.dropout_attention_backward`; ``None`` if no kernel
-    can."""
-    of_forward = query, key, value, mask, seed, _on_device(site, query)
-    given = Given(*of_forward, grad, context, logsumexp)
-    place = Place(rank, scale, p, dim, world_size, first_row, padding)
-    made = _run(differentiate, given, place)
-    return None if made is None else (made[0], made[1], made[2])
+    """Run :func:`~sp_compiler.ops.attention.dropout_attention_backward`, likewise.
+
+    Args:
+        made: the gradient, the context and the logsumexp.
+    """
+    given = _given(tensors, site, *made)
+    grads = _run(differentiate, given, Place(rank, scale, p, *where))
+    return None if grads is None else (grads[0], grads[1], grads[2])
+
+
+def _given(tensors: Sequence[Tensor | None], site: int, *made: Tensor) -> Given:
+    query, key, value, mask, seed = tensors
+    assert query is not None
+    assert key is not None
+    assert value is not None
+    return Given(query, key, value, mask, seed, _on_device(site, query), *made)
 
 
 def _on_device(site: int, like: Tensor) -> Tensor:

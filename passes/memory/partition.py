@@ -56,13 +56,13 @@ class PartitionOptions:
 
 
 def split(joint: JointGraph, options: PartitionOptions) -> Partitioned:
-    """Partition the tagged ``joint``, which is not modified, and schedule its forward and
-    backward."""
+    """Partition the tagged ``joint``, which is not modified, and schedule its forward and backward,
+    to compare them with others."""
     parts = partition(joint, options)
     if not options.overlap:
         return parts
     own, sizes = options.own_parameters, options.sizes
-    return overlap_collectives(parts, own, sizes, hardware=options.hardware)
+    return overlap_collectives(parts, own, sizes, hardware=options.hardware, thorough=False)
 
 
 def partition(joint: JointGraph, options: PartitionOptions | None = None) -> Partitioned:

@@ -28,6 +28,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from torch.fx import Graph
+
 from sp_compiler.base.pass_report import Pass, report_of
 from sp_compiler.cost.hardware import H100, Hardware
 from sp_compiler.cost.step_memory import Room
@@ -57,6 +59,7 @@ def overlap_collectives(
     hardware: Hardware = H100,
     *,
     in_a_row: bool = False,
+    thorough: bool = True,
 ) -> Partitioned:
     """Return a copy of ``parts`` whose forward and backwards overlap work with collectives.
 
@@ -67,9 +70,11 @@ def overlap_collectives(
         hardware: profile for estimated times.
         in_a_row: whether calls of the region follow each other, so that a backward may recompute
             for the call before, or leave it gradients.
+        thorough: whether to search longer, for functions that will run and are not only compared.
     """
     room = room or Room()
-    forward = overlapped(parts.forward, (), sizes, room.forward_bytes, hardware, _WORTH_STARTING)
+    of_forward = room.forward_bytes, hardware, _WORTH_STARTING
+    forward = overlapped(parts.forward, (), sizes, *of_forward, thorough=thorough)
     parts = replace(parts, forward=forward)
     if parts.backward is None:
         return parts
@@ -82,35 +87,44 @@ def overlap_collectives(
     room_bytes = _least_room_bytes([*(both.search for both, _ in ways), alone.search], room)
     backward = alone.scheduled(room_bytes)
     ahead = _look_ahead(ways, backward, room_bytes)
-    wanted = own_parameters, sizes, room_bytes, hardware
+
+    def ordered(graph: Graph, own_parameters: Collection[int]) -> Graph:
+        return overlapped(graph, own_parameters, sizes, room_bytes, hardware, thorough=thorough)
+
     if loss is not None:
-        loss = replace(loss, backward=overlapped(loss.backward, *wanted))
+        loss = replace(loss, backward=ordered(loss.backward, own_parameters))
     if split is not None:
         # This half returns no gradients of parameters, so none are exempt from the peak.
-        inputs = overlapped(split.inputs, (), *wanted[1:])
-        split = SplitBackward(inputs, overlapped(split.weights, *wanted))
+        inputs = ordered(split.inputs, ())
+        split = SplitBackward(inputs, ordered(split.weights, own_parameters))
     elif in_a_row:
-        best = backward if ahead is None else ahead.both
+        best = backward if ahead is None else ahead.ordered
         split = hand_over(parts, alone, best, room)
-    backward_graph = backward.graph()
     looks_ahead = ahead.functions() if ahead is not None and split is None else None
+    # Of calls in a row the last alone does not work for the one before.
+    is_last_alone = looks_ahead is not None or split is not None
+    if thorough and not is_last_alone:
+        backward = alone.scheduled(room_bytes, thorough=True)
+    backward_graph = backward.graph()
     return replace(parts, backward=backward_graph, loss=loss, split=split, ahead=looks_ahead)
 
 
 class _Ahead(NamedTuple):
-    """A :class:`LookAhead` whose function of two calls is scheduled, in ``room_bytes``."""
+    """A :class:`LookAhead` whose function of two calls, ``both``, is ``ordered``."""
 
     recompute: Unordered
     rest: Unordered
-    both: Schedule
-    room_bytes: int
+    both: Unordered
+    ordered: Schedule
 
     def functions(self) -> LookAhead:
         """Return the graphs in good orders, and report them."""
         report_of(Pass.OVERLAP).rewrote(kind="look_ahead")
-        others = (self.recompute, self.rest)
-        recompute, rest = (each.scheduled(self.room_bytes).graph() for each in others)
-        return LookAhead(recompute, rest, self.both.graph())
+        room_bytes = self.ordered.room_bytes
+        recompute, rest = (
+            each.scheduled(room_bytes).graph() for each in (self.recompute, self.rest)
+        )
+        return LookAhead(recompute, rest, self.both.scheduled(room_bytes, thorough=True).graph())
 
 
 def _least_room_bytes(ways: Sequence[ListSchedule], room: Room) -> int:
@@ -155,4 +169,4 @@ def _look_ahead(
     ordered = both.scheduled(room_bytes)
     if ordered.time_us > worth_us or max(recompute.given_bytes, rest.given_bytes) > room_bytes:
         return None
-    return _Ahead(recompute, rest, ordered, room_bytes)
+    return _Ahead(recompute, rest, both, ordered)

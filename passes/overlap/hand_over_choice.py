@@ -47,9 +47,9 @@ class _Left:
         """Return the time of :meth:`scheduled`, without the graphs."""
         return simulate(self.search.block, self.search.order(room_bytes)).time_us
 
-    def scheduled(self, room_bytes: int) -> Schedule:
+    def scheduled(self, room_bytes: int, *, thorough: bool = False) -> Schedule:
         """Return a good order of the function of two calls."""
-        return self._both.scheduled(room_bytes)
+        return self._both.scheduled(room_bytes, thorough=thorough)
 
     @cached_property
     def _both(self) -> Unordered:
@@ -97,10 +97,14 @@ def hand_over(
         best, ordered = _fastest([way for way in singles if way.search is quickest], most_bytes)
     if ordered.time_us > worth_us:
         return None
-    room_bytes = max(best.search.block.given_bytes, room.backward_bytes)
-    if ordered.peak_bytes > room_bytes:
+    least_bytes = limit_bytes = max(best.search.block.given_bytes, room.backward_bytes)
+    if ordered.peak_bytes > least_bytes:
         ordered = _in_least_room(best, ordered, room)
-        room_bytes = max(room_bytes, ordered.peak_bytes)
+        limit_bytes = ordered.room_bytes
+    # The one before may be of a search in more memory, and yet take none of it.
+    longer = best.scheduled(limit_bytes, thorough=True)
+    ordered = min(longer, ordered, key=lambda schedule: schedule.time_us)
+    room_bytes = max(least_bytes, ordered.peak_bytes)
     weights = alone.with_graph(best.split.weights)
     if weights.given_bytes > room_bytes:
         return None

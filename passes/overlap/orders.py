@@ -43,6 +43,7 @@ class Schedule:
         compute_us: time of all kernels.
         time_us: time of the order.
         peak_bytes: peak of the order.
+        room_bytes: peak that was allowed.
     """
 
     given: Graph
@@ -51,6 +52,7 @@ class Schedule:
     compute_us: float
     time_us: float
     peak_bytes: int
+    room_bytes: int
 
     def graph(self) -> Graph:
         """Return a copy in this order, and report it; ``given`` itself if nothing overlaps."""
@@ -126,13 +128,16 @@ class Unordered:
         copy = self.example.graph(self.graph)
         return {self.example.twin(node): node for node in copy.nodes}
 
-    def scheduled(self, room_bytes: int, least_beside: float = 0.0) -> Schedule:
+    def scheduled(
+        self, room_bytes: int, least_beside: float = 0.0, *, thorough: bool = False
+    ) -> Schedule:
         """Return a good order; the arguments are those of :func:`overlapped`."""
         block, nodes = self.tasks.block, self.tasks.nodes
         if not block.wait_of or most_beside(block) < least_beside:
             given_us = simulate(block, range(len(block.tasks))).time_us
-            return Schedule(self.graph, (), (), block.compute_us, given_us, self.given_bytes)
-        order = self.search.order(room_bytes)
+            times_us = block.compute_us, given_us
+            return Schedule(self.graph, (), (), *times_us, self.given_bytes, room_bytes)
+        order = self.search.order(room_bytes, thorough=thorough)
         blocking = _blocking(block, order)
         # A start with its wait right after it is a blocking call, as the graph has it already.
         overlaps = len(blocking) < len(block.wait_of)
@@ -149,6 +154,7 @@ class Unordered:
             block.compute_us,
             simulate(block, order).time_us,
             peak_bytes(block, order),
+            room_bytes,
         )
 
 
@@ -159,6 +165,8 @@ def overlapped(
     room_bytes: int = 0,
     hardware: Hardware = H100,
     least_beside: float = 0.0,
+    *,
+    thorough: bool = False,
 ) -> Graph:
     """Return a copy of ``graph`` in another order, with waits; ``graph`` itself if nothing
     overlaps.
@@ -168,9 +176,10 @@ def overlapped(
         room_bytes: allowed peak of ``graph``, if it is above its own.
         least_beside: minimum of kernel time that can overlap with some collective, relative to its
             time.
+        thorough: whether to search longer, for an order that will run.
     """
     unordered = Unordered.of(graph, own_parameters, sizes, hardware)
-    return unordered.scheduled(room_bytes, least_beside).graph()
+    return unordered.scheduled(room_bytes, least_beside, thorough=thorough).graph()
 
 
 def _blocking(block: Block, order: Sequence[int]) -> set[int]:

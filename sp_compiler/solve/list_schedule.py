@@ -28,9 +28,11 @@ from sp_compiler.solve.schedule_walk import Fitting, Walked, Wishes, as_given, w
 _TIMED_WALKS, _FAR = 4, 1.1
 # Kernels of a tenth of the collectives' time hide next to nothing, in whatever order.
 _WORTH_HIDING = 0.1
-# Tasks in all walks with changed ranks together: at most about 0.3 s for a block. A walk takes more
+# Tasks in all walks with changed ranks together: at most about 0.1 s for a block. A walk takes more
 # than in proportion to the tasks, so a model that is one long region gets the timed walks alone.
 _TASKS_WALKED, _PATIENCE, _MOST_TASKS = 20_000, 50, 400
+# Of the order that will run there is one, and many that it was compared with.
+_THOROUGH = 4
 _ROUNDING = 1e-6  # of sums of the same times in another order
 
 
@@ -58,30 +60,41 @@ class ListSchedule:
         self.least_us = least_us(block)
         self.block, self._walked = block, _with_room_to_arrive(block)
         self._first: dict[int, Walked] = {}  # the best of the first walks, by the limit
-        self._orders: dict[int, list[int]] = {}  # by the limit
+        # By the limit, and whether the search was thorough.
+        self._found: dict[tuple[int, bool], Walked] = {}
+        self._orders: dict[tuple[int, bool], list[int]] = {}
 
     def quick_us(self, limit_bytes: int) -> float:
         """Return about the time of :meth:`order`, to compare blocks: that of walks as priorities
         say that are known beforehand."""
         return self._best_of_first(max(limit_bytes, self.block.given_bytes)).time_us
 
-    def order(self, limit_bytes: int) -> list[int]:
-        """Return what :func:`list_schedule` does."""
+    def order(self, limit_bytes: int, *, thorough: bool = False) -> list[int]:
+        """Return what :func:`list_schedule` does; ``thorough``: after a longer search from there
+        on."""
         limit_bytes = max(limit_bytes, self.block.given_bytes)
-        if limit_bytes not in self._orders:
-            self._orders[limit_bytes] = self._order(limit_bytes)
-        return self._orders[limit_bytes]
+        key = limit_bytes, thorough
+        if key not in self._orders:
+            order = self._search(limit_bytes, thorough=thorough).order
+            order = _late_waits(self.block, order, limit_bytes)
+            self._orders[key] = _tidy(self.block, order, limit_bytes)
+        return self._orders[key]
 
-    def _order(self, limit_bytes: int) -> list[int]:
-        block = self._walked
-        best = self._best_of_first(limit_bytes)
-        enough = block.compute_us > _WORTH_HIDING * block.link_us
-        if enough and len(block.tasks) <= _MOST_TASKS:
-            bound_us = self.least_us * (1 + _ROUNDING)
-            best = _climb(block, limit_bytes, best, bound_us)
-            best = _swap(block, limit_bytes, best, bound_us)
-        order = _late_waits(self.block, best.order, limit_bytes)
-        return _tidy(self.block, order, limit_bytes)
+    def _search(self, limit_bytes: int, *, thorough: bool) -> Walked:
+        key, block = (limit_bytes, thorough), self._walked
+        if key not in self._found:
+            effort = 1
+            if thorough:
+                best, effort = self._search(limit_bytes, thorough=False), _THOROUGH
+            else:
+                best = self._best_of_first(limit_bytes)
+            enough = block.compute_us > _WORTH_HIDING * block.link_us
+            if enough and len(block.tasks) <= _MOST_TASKS:
+                bound_us = self.least_us * (1 + _ROUNDING)
+                best = _climb(block, limit_bytes, best, bound_us, effort)
+                best = _swap(block, limit_bytes, best, bound_us)
+            self._found[key] = best
+        return self._found[key]
 
     def _best_of_first(self, limit_bytes: int) -> Walked:
         for from_bytes, best in self._first.items():
@@ -195,9 +208,10 @@ def _swap(block: Block, limit_bytes: int, best: Walked, bound_us: float) -> Walk
     return best
 
 
-def _climb(block: Block, limit_bytes: int, best: Walked, bound_us: float) -> Walked:
+def _climb(block: Block, limit_bytes: int, best: Walked, bound_us: float, effort: int) -> Walked:
     """Repeat the walk with a few changed priorities and latest starts, as long as that finds better
-    orders, of which none takes less than ``bound_us``.
+    orders, of which none takes less than ``bound_us``; ``effort`` times as long as an order is
+    worth that is only compared with others.
 
     Orders are not changed directly, because few changes would respect the limit on memory.
     """
@@ -206,8 +220,8 @@ def _climb(block: Block, limit_bytes: int, best: Walked, bound_us: float) -> Wal
     draw = random.Random(0).random
     tasks, starts = len(block.tasks), list(block.wait_of)
     fitting, failures = Fitting(block, best.order), 0
-    for _ in range(_TASKS_WALKED // max(1, tasks)):
-        if best.time_us <= bound_us or failures >= _PATIENCE:
+    for _ in range(effort * _TASKS_WALKED // max(1, tasks)):
+        if best.time_us <= bound_us or failures >= effort * _PATIENCE:
             break
         ranks, latest_us = list(best.wishes.ranks), dict(best.wishes.latest_us)
         for _ in range(1 + int(draw() * 4)):

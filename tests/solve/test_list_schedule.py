@@ -158,6 +158,21 @@ def test_the_same_block_gets_the_same_order() -> None:
     assert list_schedule(first, 60) == list_schedule(second, 60)
 
 
+def test_a_thorough_search_goes_on_from_the_order_that_was_compared() -> None:
+    shorter = 0
+    for seed in range(33):
+        block = random_block(seed, 12)
+        tight, _ = limits(block)
+        search = ListSchedule(block)
+        orders = [search.order(tight, thorough=thorough) for thorough in (False, True)]
+        compared_us, thorough_us = (simulate(block, order).time_us for order in orders)
+        assert is_valid(block, orders[1])
+        assert peak_bytes(block, orders[1]) <= tight
+        assert thorough_us <= compared_us, seed
+        shorter += thorough_us < compared_us
+    assert shorter >= 3
+
+
 def kernel(time_us: float, *needs: int) -> Task:
     return Task(needs=needs, time_us=time_us)
 

@@ -34,9 +34,9 @@ def gpt(**options: Any) -> PlainGPT:
     return PlainGPT(config).double()
 
 
-def compiled(change: Callable[[PlainGPT], Any] = id, vocab_size: int = 2048, **options: Any) -> Any:
+def compiled(change: Callable[[PlainGPT], Any] = id, **options: Any) -> Any:
     """A module of :func:`gpt` after ``change``."""
-    model = gpt(vocab_size=vocab_size)
+    model = gpt()
     change(model)
     return sp_compiler.compile(model, example_inputs=((), INPUTS), tp=2, hardware=SLOW, **options)
 

@@ -267,7 +267,7 @@ def function_spans(
     graph: Graph,
     world_size: int,
     hardware: Hardware,
-    fused: Mapping[Node, int] | None = None,
+    fused: Mapping[Node, int] | None,
 ) -> Iterator[Span]:
     """Yield the timeline of a generated function: kernels, and collectives one after another
     beside them.

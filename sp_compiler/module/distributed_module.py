@@ -84,7 +84,6 @@ class DistributedModule(Inspection, Weights):
             ``fixed_placements`` are the placements that parameters already have, ``None`` the first
             time; ``open_dims`` says whether sizes should be left open, because others came before.
             Input leaves are numbered as by :func:`sp_compiler.trace.export.flatten_inputs`.
-        cache_size: number of programs in the cache.
         options: options of ``build`` by name; every rank must have the same.
         initial_weights: "compare" weights over the ranks at the first use, or "broadcast" rank 0's.
         fsdp: options for FSDP2, which is applied once parameters are placed; ``None`` leaves FSDP2
@@ -101,7 +100,6 @@ class DistributedModule(Inspection, Weights):
         model: nn.Module,
         group: TensorParallelGroup,
         build: Build,
-        cache_size: int = 16,
         options: Mapping[str, str] | None = None,
         initial_weights: str = "compare",
         fsdp: Mapping[str, Any] | None = None,
@@ -131,7 +129,7 @@ class DistributedModule(Inspection, Weights):
         fill_mirror(self, model, layout)
         move_hooks(model, self)
         original = Original(model, self)
-        state = ModuleState(self, original, build, options or {}, cache_size, initial_weights)
+        state = ModuleState(self, original, build, options or {}, initial_weights)
         state.fsdp_options = fsdp
         state.replays_steps(enabled=cuda_graphs)
         self._attach(state)

@@ -78,12 +78,12 @@ class PipelineModule(StageParameters):
         schedule: Schedule,
         stages_per_rank: int,
         microbatches: int,
-        weigh: Weigh | None = None,
-        memory_bytes: int | None = None,
-        fsdp: Mapping[str, Any] | None = None,
+        weigh: Weigh | None,
+        memory_bytes: int | None,
+        fsdp: Mapping[str, Any] | None,
         *,
         build_loss: Build,
-        return_outputs: bool = False,
+        return_outputs: bool,
     ) -> None:
         super().__init__(module, axis)
         self._schedule = schedule

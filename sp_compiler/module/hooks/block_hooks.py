@@ -28,7 +28,7 @@ class Invocation:
         self,
         run: Callable[..., tuple[Any, ...]],
         forms: Callable[[], BlockForms],
-        autocast: Autocast = (),
+        autocast: Autocast,
     ) -> None:
         self.run = run
         self.autocast = autocast

@@ -149,7 +149,7 @@ class Reads:
 
 @contextlib.contextmanager
 def recorded_reads(
-    model: nn.Module, leaves: Sequence[Any], rows: ChosenRows, drawn: ForeignDraw | None = None
+    model: nn.Module, leaves: Sequence[Any], rows: ChosenRows, drawn: ForeignDraw | None
 ) -> Iterator[Reads]:
     """Context for exporting ``model`` that reads numbers from its real inputs and buffers.
 

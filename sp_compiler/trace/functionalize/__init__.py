@@ -206,12 +206,13 @@ def _detach_what_is_written(graph: Graph) -> None:
     later."""
     for node in filter(writes, list(graph.nodes)):
         targets = written(node)
-        for source in node.all_input_nodes:
-            if source not in targets and _is_tensor(source):
-                detach, meta = _aten.detach.default, {"val": source.meta["val"]}
-                where: Any = {"like": node, "origin": Pass.EXPORT, "meta": meta}
-                with graph.inserting_before(node):
-                    node.replace_input_with(source, make_call(graph, detach, (source,), **where))
+        for source in [x for x in node.all_input_nodes if x not in targets and _is_tensor(x)]:
+            with graph.inserting_before(node):
+                detached = make_call(
+                    graph, _aten.detach.default, (source,), like=node, origin=Pass.EXPORT,
+                    meta={"val": source.meta["val"]},
+                )  # fmt: skip
+            node.replace_input_with(source, detached)
 
 
 def _detach_new_values(body: GraphModule) -> set[StorageWeakRef]:

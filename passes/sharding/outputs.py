@@ -26,16 +26,12 @@ def may_shard(program: Program, index: int, options: CompileOptions) -> bool:
     if options.outputs != "auto":
         return options.outputs == "shard"
     # A loss is an output without dims; the loss itself has none that could be sharded.
-    returned = [ref for ref in _call_outputs(program) if ref in program.outputs[:num_returned]]
+    returned = [ref for place, ref in program.call_outputs.items() if place < num_returned]
     shapes = [_output_value(program, ref).meta["val"].shape for ref in returned]
     ref = program.outputs[index]
     return len(_output_value(program, ref).meta["val"].shape) > 1 and any(
         len(shape) == 0 for shape in shapes
     )
-
-
-def _call_outputs(program: Program) -> list[Ref]:
-    return [ref for ref in program.outputs if isinstance(ref, Ref) and ref.kind == "call"]
 
 
 def _output_value(program: Program, ref: Ref) -> Node:
@@ -63,7 +59,7 @@ def route_outputs(program: Program) -> Routed:
     moved: dict[Ref, Ref] = {}
     passed: list[Ref] = []
     # Each once: a model may return one value in several places.
-    for ref in dict.fromkeys(_call_outputs(program)):
+    for ref in dict.fromkeys(program.call_outputs.values()):
         repeated = count[id(program.calls[ref.index].region)] > 1
         if repeated:
             passed.append(ref)

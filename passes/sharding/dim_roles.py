@@ -133,7 +133,7 @@ def _activate_call(program: Program, call: Call, facts: dict[int, RegionValues])
     """Propagate activity through a call; return whether any value became active."""
     active, has_changed = facts[id(call.region)].active, False
     before = len(active)
-    for node, ref in zip(call.region.placeholders, call.args, strict=True):
+    for node, ref in call.inputs:
         if ref.kind == "param" or (ref.kind == "input" and node.meta["requires_grad"]):
             active[node, 0] = None
         elif ref.kind == "call":
@@ -179,10 +179,9 @@ def residual_stream(program: Program, facts: dict[int, RegionValues]) -> dict[Va
     """
     stream: dict[Value, None] = {}
     for call in program.calls:
-        for node, ref in zip(call.region.placeholders, call.args, strict=True):
+        for node, ref in call.inputs:
             if ref.kind == "call" and facts[id(call.region)].num_rows((node, 0)):
-                producer = program.calls[ref.index].region
-                stream[node, 0] = stream[value_of(producer.outputs[ref.output])] = None
+                stream[node, 0] = stream[value_of(program.node_of(ref))] = None
     # A sum ties its operands in both directions. Not those that are broadcast: a bias is no part of
     # the stream.
     ties = [

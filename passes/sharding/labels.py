@@ -81,7 +81,7 @@ def _crossings(
     ties: list[tuple[Value, Value]] = []
     where: dict[Value, RegionValues] = {}
     for call in program.calls:
-        for node, ref in zip(call.region.placeholders, call.args, strict=True):
+        for node, ref in call.inputs:
             if ref.kind == "call":
                 producer = program.calls[ref.index].region
                 made, read = value_of(producer.outputs[ref.output]), (node, 0)

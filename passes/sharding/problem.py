@@ -314,9 +314,7 @@ class ProblemBuilder:
         places: dict[InputSubject, Key] = {}
         for call in self.program.calls:
             i = self.index[id(call.region)]
-            for position, (node, ref) in enumerate(
-                zip(call.region.placeholders, call.args, strict=True)
-            ):
+            for position, (node, ref) in enumerate(call.inputs):
                 if (node, 0) not in self.facts[i].active:
                     continue
                 if ref.kind == "call":

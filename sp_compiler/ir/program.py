@@ -97,6 +97,11 @@ class Call:
     args: tuple[Ref, ...]
     results: tuple[str, ...] = ()
 
+    @property
+    def inputs(self) -> list[tuple[torch.fx.Node, Ref]]:
+        """The region's placeholders, each with the source of its argument."""
+        return list(zip(self.region.placeholders, self.args, strict=True))
+
 
 @dataclass
 class Program:
@@ -152,12 +157,16 @@ class Program:
             if isinstance(ref, Ref) and ref.kind == "call"
         }
 
+    def node_of(self, ref: Ref) -> torch.fx.Node:
+        """The node that computes ``ref``, an output of a call, in the region's graph."""
+        return self.calls[ref.index].region.outputs[ref.output]
+
     @property
     def loss(self) -> Ref | None:
         """The output that is the model's loss, see :func:`loss_position`; ``None`` without one."""
         scalars: dict[int, Ref] = {}
         for position, ref in self.call_outputs.items():
-            node = self.calls[ref.index].region.outputs[ref.output]
+            node = self.node_of(ref)
             is_returned = position < self.out_spec.num_leaves  # not only stored
             if is_returned and node.meta["val"].dim() == 0 and node.meta.get("requires_grad"):
                 scalars[position] = ref

@@ -40,7 +40,12 @@ class Link:
 
     def transfer_us(self, wire_bytes: float) -> float:
         """Return the time of one transfer, in microseconds."""
-        return self.latency_us + wire_bytes / (self.gb_per_s * 1e3)
+        return self.latency_us + wire_bytes / self.bytes_per_us
+
+    @property
+    def bytes_per_us(self) -> float:
+        """Bandwidth, in bytes per microsecond."""
+        return self.gb_per_s * 1e3
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,7 @@ class Hardware:
     @property
     def link_bytes_per_us(self) -> float:
         """Bandwidth of an all-gather over the interconnect, in bytes per microsecond."""
-        return self.interconnect["all_gather"].gb_per_s * 1e3
+        return self.interconnect["all_gather"].bytes_per_us
 
     def save(self, path: str | Path) -> None:
         """Write a profile file, which ``hardware=path`` reads."""

@@ -191,7 +191,7 @@ def run(state: ModuleState, executor: Executor, leaves: list[Any]) -> Any:
 
 
 def _no_data(missing: Sequence[str], state: ModuleState) -> str:
-    """What to do about tensors on the meta device."""
+    """Return the text of an error about tensors on the meta device."""
     in_no_file = [
         name
         for name in missing

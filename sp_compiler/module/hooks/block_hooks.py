@@ -50,7 +50,7 @@ class Invocation:
         return latest
 
     def seen_inputs(self, values: Sequence[Any]) -> Shown:
-        """What forward hooks see of ``values``, which the block has been called with."""
+        """Return what forward hooks see of ``values``, which the block was called with."""
         # An error before the block ran, after which only hooks run that want to see that, too.
         return self._inputs or self.inputs(values)
 

@@ -107,7 +107,7 @@ def test_steps_of_a_rank_are_recorded(backend: str) -> None:
     module: Any = sp_compiler.compile(_gpt().cuda(), tp=8, backend=backend, cuda_graphs=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".*without CUDA graphs.*")
-        _train_on(module, ids, steps=4)
+        _train_on(module, ids, ids, steps=4)
     (kind,) = module._sp_state.steps._kinds.values()
     assert kind.step is not None
 
@@ -233,22 +233,30 @@ def _ids() -> Tensor:
     return torch.arange(64, device="cuda").view(1, 64)
 
 
-def _train_on(module: Any, ids: Tensor, steps: int) -> None:
+def _train_on(module: Any, ids: Tensor, labels: Tensor, steps: int) -> None:
     for _ in range(steps):
-        module(ids, labels=_ids())[0].backward()
+        module(ids, labels=labels)[0].backward()
 
 
 @pytest.mark.usefixtures("one_of_eight")
+@pytest.mark.parametrize(
+    ("tp", "options"), [(8, {}), (1, {}), (1, {"backend": "inductor"}), (1, {"cuda_graphs": True})]
+)
 @pytest.mark.parametrize("wrong", [1024, -1])
-def test_a_wrong_id_is_named_and_the_device_lives(wrong: int) -> None:
+def test_a_wrong_id_is_named_and_the_device_lives(
+    wrong: int, tp: int, options: dict[str, Any]
+) -> None:
     ids = _ids()
-    module: Any = sp_compiler.compile(_gpt().cuda(), tp=8, example_inputs=((ids,), {"labels": ids}))
+    call = (ids,), {"labels": ids}
+    module: Any = sp_compiler.compile(_gpt().cuda(), tp=tp, example_inputs=call, **options)
+    _train_on(module, ids, ids, steps=2)  # a recorded step is replayed
     bad = ids.clone()
     bad[0, 3] = wrong
-    with pytest.raises(IndexError, match=f"index {wrong} is out of range for an embedding of 1024"):
-        _train_on(module, bad, steps=3)
-    torch.cuda.synchronize()
-    _train_on(module, ids, steps=1)
+    for wrong_call, place in (((bad, ids), "an embedding of 1024"), ((ids, bad), "a loss over")):
+        with pytest.raises(IndexError, match=f"index {wrong} is out of range for {place}"):
+            _train_on(module, *wrong_call, steps=3)
+        torch.cuda.synchronize()
+    _train_on(module, ids, ids, steps=1)
     torch.cuda.synchronize()
 
 
@@ -272,5 +280,5 @@ def test_weights_from_files_are_sharded_on_their_way(tmp_path: Path) -> None:
     assert held < whole / 4
     assert all(parameter.to_local().is_cuda for parameter in module.parameters())
     assert torch.cuda.max_memory_allocated() - before < held + largest / 4
-    _train_on(module, ids, steps=1)
+    _train_on(module, ids, ids, steps=1)
     torch.cuda.synchronize()

@@ -9,6 +9,7 @@ Afterwards these hold:
   product; products with a plain weight act on the last dim of unflattened values;
 - an operand (1, s, h) or (s, h) of a pointwise (b, s, h) result is expanded to (b, s, h), one of
   (b, 1, 1) to (b, s, 1);
+- ids of lookups and losses on a device are checked by ``sp_compiler.checked_ids``;
 - dropout is ``sp_compiler.dropout`` or a stored mask, other random numbers are made of
   ``sp_compiler.uniform``, with one seed placeholder for the graph; fused attention has no dropout.
 """
@@ -35,6 +36,7 @@ from sp_compiler.ir.rewriting import (
 )
 from sp_compiler.ir.symbolic import same_shape
 from sp_compiler.passes.normalize.attention import explicit_attention, fold_attention_masks
+from sp_compiler.passes.normalize.checked_ids import check_ids
 from sp_compiler.passes.normalize.composites import split_composites
 from sp_compiler.passes.normalize.decompose import REWRITTEN, canonical_operators
 from sp_compiler.passes.normalize.fused_projections import split_packed, split_slices
@@ -114,6 +116,7 @@ def normalize(captured: Captured, dropout: Literal["regenerate", "stored"] = "re
     keep_token_order(graph)
     shorten_view_chains(graph)
     _expand_tokens(graph)  # last: a chain of views would absorb the expansions
+    check_ids(graph)
     erase_dead(graph)
     captured.drop_unused_placeholders()
     graph.lint()

@@ -11,7 +11,7 @@ from torch.nn.functional import embedding
 
 from sp_compiler.base.placement import I, P, R, S
 from sp_compiler.ops.communicator import Communicator
-from sp_compiler.ops.gpu.id_checks import IdBounds, require_in_range
+from sp_compiler.ops.gpu.id_checks import require_in_range
 from sp_compiler.ops.registry import Arguments, Collective, Gradient, Operator, Typing, register
 
 _aten = torch.ops.aten
@@ -104,24 +104,17 @@ def vocab_nll_backward(
 
 
 def require_inside(tp: Communicator, ids: Tensor, size: int, what: str) -> None:
-    """Raise an error for ids that are out of range; on a device a later call raises it.
+    """Raise an error for ids on the host that are out of range.
 
     Raises:
         IndexError: an id is negative or not below ``size``.
     """
     # On a rank that has none of them, a wrong id would look like one of another rank: a row of
-    # zeros instead of an error.
-    if tp.world_size == 1 or not isinstance(tp.rank, int) or not ids.numel():
-        return  # torch's own operators look; simulated ranks hold ids that were looked at
-    low, high = ids.aminmax()
-    if _is_on_host(ids):
+    # zeros instead of an error. On a device ``checked_ids`` has looked: to read a number there,
+    # the host would wait. Ids of simulated ranks are those of one rank, which were looked at.
+    if ids.device.type == "cpu" and isinstance(tp.rank, int) and ids.numel():
+        low, high = ids.aminmax()
         require_in_range(int(low), int(high), size, what)
-    else:
-        tp.id_checks.note(IdBounds(torch.stack([low, high]).long(), size, what))
-
-
-def _is_on_host(ids: Tensor) -> bool:
-    return ids.device.type == "cpu"
 
 
 def padding_columns(tp: Communicator, logits: Tensor, classes: int) -> Tensor | None:

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from sp_compiler.ops import vocabulary
-from sp_compiler.ops.communicator import Communicator
 from sp_compiler.ops.gpu.host_copy import HostCopy
 from sp_compiler.ops.gpu.id_checks import IdBounds, IdChecks
 
@@ -53,16 +51,6 @@ def test_what_is_recorded_is_checked_with_each_replay() -> None:
     checks.send()
     with pytest.raises(IndexError, match="index 11"):
         checks.settle()
-
-
-def test_ids_on_a_device_are_noted_and_not_read() -> None:
-    """Reading a number of "meta" raises, as it would wait on a GPU."""
-    tp = Communicator(None, 0, 2)
-    with torch.device("meta"):
-        ids = torch.empty(2, 3, dtype=torch.int32)
-    vocabulary.require_inside(tp, ids, 5, "a table of {} rows")
-    (noted,) = tp.id_checks._noted
-    assert (noted.size, noted.bounds.shape, noted.bounds.device.type) == (5, (2,), "meta")
 
 
 def test_a_copy_has_arrived_when_the_device_of_the_value_is_there(

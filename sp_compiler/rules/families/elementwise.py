@@ -63,6 +63,7 @@ def _linear_sets(node: Node, count: int) -> tuple[tuple[int, ...], ...]:
     *("aten::native_dropout_backward", "aten::log_sigmoid", "aten::floor_divide", "aten::copy"),
     *("aten::_conj", "aten::conj_physical", "aten::complex", "aten::polar"),
     *("aten::hardswish", "aten::rsub", "aten::_prelu_kernel"),
+    "sp_compiler::checked_ids",
 )
 def pointwise(node: Node) -> OpRule | None:
     shapes, results = operand_shapes(node), result_shapes(node)

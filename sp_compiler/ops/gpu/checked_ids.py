@@ -1,0 +1,65 @@
+"""Ids of a lookup, or of a loss, on a device: looked at without ending its use.
+
+A lookup that is given a wrong id ends with an assertion on the device, after which the process can
+use it no more. So the lookup is given ids that are in range whatever the model was given, and the
+host is told of the others (:mod:`sp_compiler.ops.gpu.id_checks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sp_compiler.base.placement import R, S
+from sp_compiler.ops.communicator import Communicator
+from sp_compiler.ops.gpu.id_checks import IdBounds, require_in_range
+from sp_compiler.ops.registry import Arguments, Operator, Typing, register
+
+
+def checked_ids(
+    tp: Communicator, ids: Tensor, size: int, ignored: int | None, what: str, world_size: int
+) -> Tensor:
+    """Return integer ``ids`` with the nearest of ``range(size)`` in place of those outside of it.
+
+    The next call tells which was outside; on the host this one does. ``ignored``: an id that stays
+    as it is; ``what``: as for :class:`~sp_compiler.ops.gpu.id_checks.IdBounds`. Each rank does all
+    of what it has; ``world_size``, 1 in what a model is captured as, says nothing.
+
+    Raises:
+        IndexError: an id on the host is outside.
+    """
+    is_ignored = None if ignored is None else ids == ignored
+    looked_up = ids if is_ignored is None else ids.masked_fill(is_ignored, 0)
+    # Ids of simulated ranks are those of one rank, which were looked at.
+    if isinstance(tp.rank, int) and ids.numel():
+        low, high = looked_up.aminmax()
+        if ids.device.type == "cpu":
+            require_in_range(int(low), int(high), size, what)
+        else:
+            tp.id_checks.note(IdBounds(torch.stack([low, high]).long(), size, what))
+    inside = looked_up.clamp(0, size - 1)
+    return inside if is_ignored is None else torch.where(is_ignored, ids, inside)
+
+
+def _fake(ids: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(ids)
+
+
+def _typings(args: Arguments, world_size: int) -> Sequence[Typing]:
+    cuts = [S(dim) for dim in range(args["ids"].meta["val"].dim())]
+    return [((each,), (each,)) for each in (R, *cuts)]
+
+
+CHECKED_IDS = register(
+    Operator(
+        name="checked_ids",
+        schema="(Tensor ids, SymInt size, SymInt? ignored, str what, SymInt world_size) -> Tensor",
+        kernel=checked_ids,
+        fake=_fake,
+        typings=_typings,
+        checks_numbers=True,
+    )
+)

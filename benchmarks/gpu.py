@@ -55,7 +55,7 @@ Written by `python -m benchmarks.gpu --write` from real runs; not edited by hand
 tests/test_cuda.py` has more comparisons, among them masks to the bit and replayed steps.
 """
 _ABOUT = {
-    "memory": "Bytes of a step on one rank, float32: what the plan says, what the operators made, "
+    "memory": "MiB of a step on one rank, float32: what the plan says, what the operators made, "
     "and what was requested from CUDA's allocator. *kept* is between forward and backward; a peak "
     "is without parameters, and without their gradients unless it says so.",
     "numbers": "Loss and gradients on the GPU against the CPU, float32, dropout 0.1, relative to "
@@ -192,13 +192,15 @@ def page(results: Mapping[str, Any]) -> str:
             f"## {part.capitalize()}\n\n{about}\n\nOn {results[part]['machine']}{size}.\n",
             markdown_table(
                 [name.replace("_", " ") for name in columns],
-                [[_cell(row[name]) for name in columns] for row in results[part]["rows"]],
+                [[_cell(part, row[name]) for name in columns] for row in results[part]["rows"]],
             ),
         ]
     return "\n".join(paragraphs)
 
 
-def _cell(value: Any) -> str:
+def _cell(part: str, value: Any) -> str:
+    if part == "memory" and isinstance(value, int):
+        return f"{value / 2**20:.2f}"
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
@@ -232,7 +234,7 @@ def main() -> None:
         rows = [asdict(row) for row in makers[part]()]
         table = Table(*rows[0], title=part)
         for row in rows:
-            table.add_row(*map(_cell, row.values()))
+            table.add_row(*(_cell(part, value) for value in row.values()))
         Console().print(table)
         if options.write:
             _keep(part, rows, small=options.small)

@@ -49,7 +49,6 @@ from tests.helpers.ranks import run_on_ranks
 RESULTS = Path(__file__).parent / "results" / "grid_cells.json"
 AXES = ("dp_replicate", "dp_shard", "pp", "tp")
 STEPS = 10
-WITHIN = 1e-9
 
 
 @dataclass(frozen=True)

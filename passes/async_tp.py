@@ -34,7 +34,7 @@ from torch.fx import Graph, Node
 
 from sp_compiler.base.pass_report import Pass, report_of
 from sp_compiler.base.placement import P, S
-from sp_compiler.cost.hardware import H100, Hardware
+from sp_compiler.cost.hardware import Hardware
 from sp_compiler.cost.memory import function_peak_bytes
 from sp_compiler.cost.node_cost import elapsed_us
 from sp_compiler.cost.step_memory import Room
@@ -98,9 +98,9 @@ class _Product:
 def async_tp(
     parts: Partitioned,
     world_size: int,
-    sizes: Sizes | None = None,
-    room: Room | None = None,
-    hardware: Hardware = H100,
+    sizes: Sizes | None,
+    room: Room | None,
+    hardware: Hardware,
 ) -> Partitioned:
     """Return a copy of ``parts`` with such operators in forward, where they take less time.
 

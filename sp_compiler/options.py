@@ -321,7 +321,7 @@ class CompileOptions:
         return cls(tp=tp, **values)
 
     def to_dict(self) -> dict[str, Any]:
-        """What a user can set, as plain data: hints and passes as text, hardware by its name."""
+        """Return what a user can set, as plain data: hints and passes as text, hardware by name."""
         asked = ("tp", "ep", *Options.__annotations__)
         return {
             **{name: getattr(self, name) for name in asked},

@@ -84,7 +84,7 @@ class Chain:
         return shape_of(self.product)[-2]
 
 
-def chains(joint: JointGraph, kind: Kind = "loss") -> list[Chain]:
+def chains(joint: JointGraph, kind: Kind) -> list[Chain]:
     """Return all chains of ``joint`` of this kind; chains that cannot be chunked are reported with
     the reason."""
     backward = joint.backward_nodes()
@@ -106,7 +106,7 @@ def chains(joint: JointGraph, kind: Kind = "loss") -> list[Chain]:
     return complete
 
 
-def widens(node: Node, kind: Kind = "loss") -> bool:
+def widens(node: Node, kind: Kind) -> bool:
     """Return whether ``node`` is a product as chains of this kind begin with: of rows that are
     longer than those of its operands."""
     factors = matmul_factors(node) if node.op == "call_function" else None

@@ -182,51 +182,58 @@ class _Rewrite:
         """Each chunk of a loss head is written into the results at once, so that it is freed before
         the next."""
         totals: dict[Node, Node] = {}
-        # Parts of a rank's heads are segments of the dim, which no tensor of zeros can be said to
-        # have. To join the parts in the end takes no memory at the peak: nothing of a chunk is left
-        # by then, and its scores are larger than the gradient of all queries.
-        joins = self._chain.kind == "attention"
         results = self._results(members)
         # Where a policy recomputes the context too, the same probabilities for both would have to
         # wait, of all chunks, until the gradient of the context is there.
-        needed = ancestors(members) if joins else set()
+        needed = ancestors(members) if self._chain.kind == "attention" else set()
         again = [node for node in self._chain.forward if node in needed]
-        for index, part in enumerate(self._parts):
+        for index in range(len(self._parts)):
             for node in again:
                 self._copy(node, index)
             for node in members:
-                (dim,) = self._chain.dims[node].results[:1]
-                is_product = dim is None and is_call(node, aten.mm.default)
-                written = is_product or (dim is not None and not joins)
-                if node in results and written and not index:
-                    # Of zeros, not of the first chunk: all chunks read alike then.
-                    like = tensor_operands(node)[0]
-                    size = (part.get(like, like), list(shape_of(node)))
-                    totals[node] = self._call(node, aten.new_zeros.default, size)
-                if node in results and is_product:
-                    # Accumulated inside the product: a sum apart would hold two gradients of the
-                    # weight at once, each as large as the weight.
-                    args = (totals[node], *self._operands(node, index))
-                    total = self._call(node, ADD_PRODUCT.overload, (*args, self._world_size))
-                    totals[node] = part[node] = total
-                    continue
-                self._copy(node, index)
-                if node not in results or (joins and dim is not None):
-                    continue
-                if dim is not None:
-                    # In place, as "cat" would hold the parts beside the result.
-                    args = (totals[node], part[node], dim, self._bounds[index])
-                    total = self._call(node, WRITE_ROWS.overload, (*args, self._world_size))
-                    totals[node] = total
+                if node in results:
+                    self._add_part(node, index, totals)
                 else:
-                    parts = [*([totals[node]] if index else []), part[node]]
-                    totals[node] = self._sum(node, parts)
+                    self._copy(node, index)
         for node in results:
             if node not in totals:
                 (dim,) = self._chain.dims[node].results
                 parts = [part[node] for part in self._parts]
                 totals[node] = self._call(node, aten.cat.default, (parts, dim))
         return totals
+
+    def _add_part(self, node: Node, index: int, totals: dict[Node, Node]) -> None:
+        """Compute one chunk of a result and add it to its total, unless all are joined in the
+        end."""
+        (dim,) = self._chain.dims[node].results
+        part = self._parts[index]
+        if dim is None and is_call(node, aten.mm.default):
+            # Accumulated inside the product: a sum apart would hold two gradients of the weight at
+            # once, each as large as the weight.
+            total = totals[node] if index else self._zeros(node)
+            args = (total, *self._operands(node, index), self._world_size)
+            totals[node] = part[node] = self._call(node, ADD_PRODUCT.overload, args)
+        elif dim is None:
+            self._copy(node, index)
+            parts = [totals[node], part[node]] if index else [part[node]]
+            totals[node] = self._sum(node, parts)
+        elif self._chain.kind == "attention":
+            # Parts of a rank's heads are segments of the dim, which no tensor of zeros can be said
+            # to have. To join the parts in the end takes no memory at the peak: nothing of a chunk
+            # is left by then, and its scores are larger than the gradient of all queries.
+            self._copy(node, index)
+        else:
+            # In place, as "cat" would hold the parts beside the result.
+            total = totals[node] if index else self._zeros(node)
+            self._copy(node, index)
+            args = (total, part[node], dim, self._bounds[index], self._world_size)
+            totals[node] = self._call(node, WRITE_ROWS.overload, args)
+
+    def _zeros(self, node: Node) -> Node:
+        """Zeros of the size of a result; not the first chunk, so that all chunks read alike."""
+        like = tensor_operands(node)[0]
+        args = (self._parts[0].get(like, like), list(shape_of(node)))
+        return self._call(node, aten.new_zeros.default, args)
 
     def _results(self, members: Sequence[Node]) -> list[Node]:
         """Return nodes of the chain that are read outside."""

@@ -109,9 +109,8 @@ def _free_outputs(program: Program) -> dict[str, frozenset[int]]:
     What the model returns lives through backward anyway.
     """
     free: dict[str, set[int]] = {region.name: set() for region in program.regions}
-    for ref in program.outputs:
-        if isinstance(ref, Ref) and ref.kind == "call":
-            free[program.calls[ref.index].region.name].add(ref.output)
+    for ref in program.call_outputs.values():
+        free[program.calls[ref.index].region.name].add(ref.output)
     return {name: frozenset(outputs) for name, outputs in free.items()}
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from sp_compiler.base.units import time_text
-from sp_compiler.cost.hardware import H100, Hardware
+from sp_compiler.cost.hardware import Hardware
 from sp_compiler.cost.host_transfers import beside_us, transfers_us
 from sp_compiler.cost.memory import backward_peak_bytes, function_peak_bytes
 from sp_compiler.cost.node_cost import (
@@ -225,8 +225,8 @@ def _forward_values(joint: JointGraph) -> list[Node]:
 def problem(
     joint: JointGraph,
     world_size: int,
-    free: frozenset[int] = frozenset(),
-    hardware: Hardware = H100,
+    free: frozenset[int],
+    hardware: Hardware,
 ) -> tuple[list[Node], list[ForwardValue]]:
     """Return the nodes that may be saved, and their values for the solver."""
     nodes = _forward_values(joint)

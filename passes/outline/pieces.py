@@ -24,7 +24,7 @@ class Piece:
     name: str = ""
 
 
-def pieces_of(graph: Graph, fixed: Collection[Node] | None = None) -> list[Piece]:
+def pieces_of(graph: Graph, fixed: Collection[Node] | None) -> list[Piece]:
     """Return consecutive runs of one layer.
 
     Glue that does not depend on layers goes to the front, or, if only one later piece of glue uses

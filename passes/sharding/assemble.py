@@ -11,7 +11,7 @@ from sp_compiler.base.placement import I, Placement, R
 from sp_compiler.ir.compiled_program import PassedOver
 from sp_compiler.ir.concretize import Concretizer
 from sp_compiler.ir.fx import tensor_operands
-from sp_compiler.ir.program import Call, Program, Ref, Region
+from sp_compiler.ir.program import Call, Program, Region
 from sp_compiler.ir.symbolic import pin
 from sp_compiler.passes.sharding.dim_roles import RegionValues, results_of, shape_of, value_of
 from sp_compiler.passes.sharding.prices import Key
@@ -105,8 +105,7 @@ def assemble(
     params = {name: choices.placed[subject] for name, subject in problem.parameters.items()}
     results = {
         index: calls[ref.index].region.output_placements[ref.output]
-        for index, ref in enumerate(program.outputs)
-        if isinstance(ref, Ref) and ref.kind == "call"
+        for index, ref in program.call_outputs.items()
     }
     paddable = _paddable(program, problem, world_size)
     return Sharded(replace(opened, calls=calls), params, results, 0.0, paddable)
@@ -144,11 +143,7 @@ def assemble_unsharded(
         lowered[id(source)] = lower(source, values, chosen, inputs, outputs, example, 1)
     calls = [Call(lowered[id(call.region)], call.path, call.args) for call in opened.calls]
     names = [ref.name for call in calls for ref in call.args if ref.kind == "param"]
-    results = {
-        index: I
-        for index, ref in enumerate(program.outputs)
-        if isinstance(ref, Ref) and ref.kind == "call"
-    }
+    results = dict.fromkeys(program.call_outputs, I)
     return Sharded(replace(opened, calls=calls), dict.fromkeys(names, I), results, 0.0)
 
 
@@ -202,9 +197,8 @@ def _output(
     if crossing is not None:
         return choices.placed[crossing]
     # No region reads it: it goes to the user, if it is active, or is a buffer's new value.
-    for index, ref in enumerate(program.outputs):
-        if not isinstance(ref, Ref) or ref.kind != "call" or ref.output != position:
-            continue
-        if program.calls[ref.index].region is program.regions[i]:
+    region = program.regions[i]
+    for index, ref in program.call_outputs.items():
+        if ref.output == position and program.calls[ref.index].region is region:
             return choices.placed.get(OutputSubject(index), I)
     return I

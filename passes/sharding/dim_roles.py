@@ -15,6 +15,7 @@ from torch.fx import Node
 
 from sp_compiler.base.placement import Segmentation
 from sp_compiler.ir.fx import carries_gradient, tensor_operands
+from sp_compiler.ir.graph_theory import connected
 from sp_compiler.ir.program import Call, Program, Region
 from sp_compiler.ops.registry import operator_of
 from sp_compiler.rules.factors import OpRule
@@ -132,7 +133,7 @@ def _activate_call(program: Program, call: Call, facts: dict[int, RegionValues])
     """Propagate activity through a call; return whether any value became active."""
     active, has_changed = facts[id(call.region)].active, False
     before = len(active)
-    for node, ref in zip(call.region.placeholders, call.args, strict=True):
+    for node, ref in call.inputs:
         if ref.kind == "param" or (ref.kind == "input" and node.meta["requires_grad"]):
             active[node, 0] = None
         elif ref.kind == "call":
@@ -178,19 +179,19 @@ def residual_stream(program: Program, facts: dict[int, RegionValues]) -> dict[Va
     """
     stream: dict[Value, None] = {}
     for call in program.calls:
-        for node, ref in zip(call.region.placeholders, call.args, strict=True):
+        for node, ref in call.inputs:
             if ref.kind == "call" and facts[id(call.region)].num_rows((node, 0)):
-                producer = program.calls[ref.index].region
-                stream[node, 0] = stream[value_of(producer.outputs[ref.output])] = None
-    # To a fixed point: a sum ties its operands in both directions, across regions too.
-    before = -1
-    while len(stream) != before:
-        before = len(stream)
-        for region in program.regions:
-            for node in filter(is_elementwise, facts[id(region)].rules):
-                operands = map(value_of, tensor_operands(node))
-                # Not those that are broadcast: a bias is no part of the stream.
-                tied = [v for v in operands if shape_of(v) == shape_of((node, 0))]
-                if any(value in stream for value in (*tied, (node, 0))):
-                    stream.update(dict.fromkeys((*tied, (node, 0))))
+                stream[node, 0] = stream[value_of(program.node_of(ref))] = None
+    # A sum ties its operands in both directions. Not those that are broadcast: a bias is no part of
+    # the stream.
+    ties = [
+        (operand, (node, 0))
+        for region in program.regions
+        for node in filter(is_elementwise, facts[id(region)].rules)
+        for operand in map(value_of, tensor_operands(node))
+        if shape_of(operand) == shape_of((node, 0))
+    ]
+    for values in connected(ties):
+        if any(value in stream for value in values):
+            stream.update(dict.fromkeys(values))
     return stream

@@ -122,7 +122,7 @@ class _Question:
         """Values of the problem that are this parameter, each once: regions repeat."""
         keys: dict[Key, None] = {}
         for call in self.program.calls:
-            for node, ref in zip(call.region.placeholders, call.args, strict=True):
+            for node, ref in call.inputs:
                 if ref.kind == "param" and ref.name == name:
                     keys[self.builder.index[id(call.region)], (node, 0)] = None
         return list(keys)

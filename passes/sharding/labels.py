@@ -33,14 +33,8 @@ def label_dims(program: Program, facts: dict[int, RegionValues], world_size: int
     """
     channels = _label_channels(program, facts)
     for region in program.regions:
-        each = facts[id(region)]
-        _seed(region, each, channels)
-        changed = True
-        while changed:
-            changed = False
-            for node, rule in each.rules.items():
-                if rule is not None:
-                    changed |= _propagate(node, rule, each, world_size)
+        _seed(region, facts[id(region)], channels)
+        _spread_roles(facts[id(region)], world_size)
 
 
 def _label_channels(
@@ -63,20 +57,21 @@ def _label_channels(
     classes, where = _crossings(program, facts)
     # To a fixed point: a region without parameters learns of channels from one side alone, and
     # tells the other.
+    channels: dict[Value, tuple[int, ...]] = {}
     pending = list(facts.values())
     while pending:
         for each in pending:
             _spread_features(each)
+        channels = {value: _channels(values, where) for values in classes for value in values}
         told: dict[int, RegionValues] = {}
-        for values in classes:
-            for value in values:
-                known = where[value]
-                new = [d for d in _channels(values, where) if (value, d) not in known.features]
-                if new:
-                    known.features.update(dict.fromkeys((value, d) for d in new))
-                    told[id(known)] = known
+        for value, dims in channels.items():
+            known = where[value]
+            features = dict.fromkeys((value, dim) for dim in dims)
+            if features.keys() - known.features.keys():
+                known.features.update(features)
+                told[id(known)] = known
         pending = list(told.values())
-    return {value: _channels(values, where) for values in classes for value in values}
+    return channels
 
 
 def _crossings(
@@ -86,7 +81,7 @@ def _crossings(
     ties: list[tuple[Value, Value]] = []
     where: dict[Value, RegionValues] = {}
     for call in program.calls:
-        for node, ref in zip(call.region.placeholders, call.args, strict=True):
+        for node, ref in call.inputs:
             if ref.kind == "call":
                 producer = program.calls[ref.index].region
                 made, read = value_of(producer.outputs[ref.output]), (node, 0)
@@ -113,6 +108,13 @@ def _spread_features(facts: RegionValues) -> None:
             _mark(each, facts.features)
         # What is known behind operators goes as far in one turn as what is known in front of them.
         places.reverse()
+
+
+def _spread_roles(facts: RegionValues, world_size: int) -> None:
+    operators = [(node, rule) for node, rule in facts.rules.items() if rule is not None]
+    num_changed = len(operators)
+    while num_changed:
+        num_changed = sum(_propagate(node, rule, facts, world_size) for node, rule in operators)
 
 
 def _seed(region: Region, facts: RegionValues, channels: dict[Value, tuple[int, ...]]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from torch.fx import Graph, Node
+from torch.fx import Graph
 
 from sp_compiler.ir.fx import module_of
 from sp_compiler.ir.program import Call, Program, Ref, RefKind, Region
@@ -26,20 +26,12 @@ def may_shard(program: Program, index: int, options: CompileOptions) -> bool:
     if options.outputs != "auto":
         return options.outputs == "shard"
     # A loss is an output without dims; the loss itself has none that could be sharded.
-    returned = [ref for ref in _call_outputs(program) if ref in program.outputs[:num_returned]]
-    shapes = [_output_value(program, ref).meta["val"].shape for ref in returned]
+    returned = [ref for place, ref in program.call_outputs.items() if place < num_returned]
+    shapes = [program.node_of(ref).meta["val"].shape for ref in returned]
     ref = program.outputs[index]
-    return len(_output_value(program, ref).meta["val"].shape) > 1 and any(
+    return len(program.node_of(ref).meta["val"].shape) > 1 and any(
         len(shape) == 0 for shape in shapes
     )
-
-
-def _call_outputs(program: Program) -> list[Ref]:
-    return [ref for ref in program.outputs if isinstance(ref, Ref) and ref.kind == "call"]
-
-
-def _output_value(program: Program, ref: Ref) -> Node:
-    return program.calls[ref.index].region.outputs[ref.output]
 
 
 @dataclass(frozen=True)
@@ -63,7 +55,7 @@ def route_outputs(program: Program) -> Routed:
     moved: dict[Ref, Ref] = {}
     passed: list[Ref] = []
     # Each once: a model may return one value in several places.
-    for ref in dict.fromkeys(_call_outputs(program)):
+    for ref in dict.fromkeys(program.call_outputs.values()):
         repeated = count[id(program.calls[ref.index].region)] > 1
         if repeated:
             passed.append(ref)
@@ -97,7 +89,7 @@ def _pass_through(program: Program, refs: list[Ref]) -> tuple[Region, list[Ref]]
     graph = Graph()
     nodes = []
     for number, ref in enumerate(refs):
-        source = _output_value(program, ref)
+        source = program.node_of(ref)
         node = graph.placeholder(f"output_{number}")
         node.meta = {k: v for k, v in source.meta.items() if k in ("val", "requires_grad")}
         nodes.append(node)
@@ -105,7 +97,7 @@ def _pass_through(program: Program, refs: list[Ref]) -> tuple[Region, list[Ref]]
     sizes = {
         symbol_of(node): (node, ref)
         for call in program.calls
-        for node, ref in zip(call.region.placeholders, call.args, strict=True)
+        for node, ref in call.inputs
         if ref.kind == "size"
     }
     symbols = symbols_in(nodes) if sizes else set()

@@ -14,7 +14,7 @@ from sp_compiler.cost.hardware import Hardware
 from sp_compiler.ir.fx import tensor_operands
 from sp_compiler.ir.graph_theory import connected
 from sp_compiler.ir.hints import placement_text
-from sp_compiler.ir.program import Program, Ref
+from sp_compiler.ir.program import Program
 from sp_compiler.passes.sharding.dim_roles import (
     RegionValues,
     Value,
@@ -314,9 +314,7 @@ class ProblemBuilder:
         places: dict[InputSubject, Key] = {}
         for call in self.program.calls:
             i = self.index[id(call.region)]
-            for position, (node, ref) in enumerate(
-                zip(call.region.placeholders, call.args, strict=True)
-            ):
+            for position, (node, ref) in enumerate(call.inputs):
                 if (node, 0) not in self.facts[i].active:
                     continue
                 if ref.kind == "call":
@@ -363,9 +361,7 @@ class ProblemBuilder:
         self.problem.add(subject, Vertex(tuple(outs), tuple(ins), options))
 
     def _add_outputs(self) -> None:
-        for index, ref in enumerate(self.program.outputs):
-            if not isinstance(ref, Ref) or ref.kind != "call":
-                continue
+        for index, ref in self.program.call_outputs.items():
             i = self.index[id(self.program.calls[ref.index].region)]
             value, facts = value_of(self.regions[i].outputs[ref.output]), self.facts[i]
             if value not in facts.active:

@@ -90,7 +90,7 @@ def expected_one_of(
 
 
 def refusing_other_arguments(
-    function: Function, signature: inspect.Signature, explained: Collection[str] = ()
+    function: Function, signature: inspect.Signature, explained: Collection[str]
 ) -> Function:
     """Return ``function`` with the ``signature``, whose ``TypeError`` says what is near and
     needed.

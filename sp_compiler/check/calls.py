@@ -40,8 +40,7 @@ def check_calls(
                 raise _error(call, index, position, f"reads {_text(ref)}; expected {_text(true)}")
     drawing: dict[Ref, int] = {}
     for index, call in enumerate(program.calls):
-        placeholders = call.region.placeholders
-        for position, (node, ref) in enumerate(zip(placeholders, call.args, strict=True)):
+        for position, (node, ref) in enumerate(call.inputs):
             if ref.kind == "seed" and drawing.setdefault(ref, index) != index:
                 first = drawing[ref]
                 raise _error(call, index, position, f"draws the numbers of call {first} again")
@@ -99,8 +98,7 @@ def _is_again(program: Program, ref: Any, true: Any) -> bool:
     outputs = call.region.outputs
     if ref.index != true.index or true.kind != "call":  # a call that passes outputs on
         source = _source(outputs[ref.output])
-        given = zip(call.region.placeholders, call.args, strict=True)
-        return any(arg == true and _source(node) == source for node, arg in given)
+        return any(arg == true and _source(node) == source for node, arg in call.inputs)
     return _source(outputs[ref.output]) == _source(outputs[true.output])
 
 

@@ -42,7 +42,7 @@ class Lifetimes:
         nested: Collection[Node],
         wishes: Callable[[Node], Sequence[str]],
         given: Mapping[str, str],
-        taken: Iterable[str] = (),
+        taken: Iterable[str],
     ) -> None:
         self._parts = parts
         self._inputs = graph.find_nodes(op="placeholder")

@@ -37,7 +37,7 @@ class Body:
     """
 
     def __init__(
-        self, graph: Graph, printer: Printer, layer: str, *, gradients: bool, apart: Apart = ""
+        self, graph: Graph, printer: Printer, layer: str, *, gradients: bool, apart: Apart
     ) -> None:
         self.graph = graph
         self.printer = printer

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from sp_compiler.base.python_text import comment, identifier
 from sp_compiler.ir.forward_backward import PartitionedRegion
-from sp_compiler.ir.program import Call, Program, Ref
+from sp_compiler.ir.program import Call, Program
 
 _HEAD = (
     "A step runs this from top to bottom, and the backward of each call from bottom to top.",
@@ -45,14 +45,9 @@ def wiring(
         paths = [path for _, path in group]
         where = paths[0] if len(paths) == 1 else f"{len(paths)} times: {paths[0]} to {paths[-1]}"
         lines.append(f"    {text}" + (f"  # {where}" if where else ""))
-    returned = [names[ref.index, ref.output] for ref in _used(program)]
+    returned = [names[ref.index, ref.output] for ref in program.call_outputs.values()]
     lines.append(f"    return {', '.join(returned)}")
     return "\n\n" + "".join(f"{comment(line).rstrip()}\n" for line in lines)
-
-
-def _used(program: Program) -> list[Ref]:
-    """Return the outputs of the model that calls compute."""
-    return [ref for ref in program.outputs if isinstance(ref, Ref) and ref.kind == "call"]
 
 
 def _arguments(call: Call, names: Mapping[tuple[int, int], str]) -> list[str]:
@@ -70,7 +65,8 @@ def _named(program: Program, outputs: Mapping[str, Sequence[str]]) -> dict[tuple
     last_use: dict[tuple[int, int], int] = {}
     for index, call in enumerate(program.calls):
         last_use.update(((ref.index, ref.output), index) for ref in call.args if ref.kind == "call")
-    last_use.update(((ref.index, ref.output), len(program.calls)) for ref in _used(program))
+    returned = program.call_outputs.values()
+    last_use.update(((ref.index, ref.output), len(program.calls)) for ref in returned)
     names: dict[tuple[int, int], str] = {}
     # By name, the call after which it is free again.
     taken: dict[str, int] = {}

@@ -40,7 +40,12 @@ class Link:
 
     def transfer_us(self, wire_bytes: float) -> float:
         """Return the time of one transfer, in microseconds."""
-        return self.latency_us + wire_bytes / (self.gb_per_s * 1e3)
+        return self.latency_us + wire_bytes / self.bytes_per_us
+
+    @property
+    def bytes_per_us(self) -> float:
+        """Bandwidth, in bytes per microsecond."""
+        return self.gb_per_s * 1e3
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,7 @@ class Hardware:
     @property
     def link_bytes_per_us(self) -> float:
         """Bandwidth of an all-gather over the interconnect, in bytes per microsecond."""
-        return self.interconnect["all_gather"].gb_per_s * 1e3
+        return self.interconnect["all_gather"].bytes_per_us
 
     def save(self, path: str | Path) -> None:
         """Write a profile file, which ``hardware=path`` reads."""
@@ -206,7 +211,7 @@ def _read(path: Path) -> Hardware:
 H100 = hardware_of("h100")
 
 
-def collective_us(num_bytes: float, kind: str, world_size: int, hardware: Hardware = H100) -> float:
+def collective_us(num_bytes: float, kind: str, world_size: int, hardware: Hardware) -> float:
     """Time of one collective over a global value of ``num_bytes``.
 
     ``kind`` is a key of :data:`~sp_compiler.ops.convert.LINK_CROSSINGS`; other kinds do not
@@ -224,7 +229,7 @@ def conversion_us(
     source: Placement,
     target: Placement,
     world_size: int,
-    hardware: Hardware = H100,
+    hardware: Hardware,
     *,
     needs_grad: bool,
 ) -> float | None:
@@ -253,16 +258,14 @@ def conversion_us(
     return total + copies * num_bytes / hardware.memory_bytes_per_us
 
 
-def operator_us(flops: float, num_bytes: float, hardware: Hardware = H100) -> float:
+def operator_us(flops: float, num_bytes: float, hardware: Hardware) -> float:
     """Roofline time of forward and backward of one operator on one rank, for placements."""
     # The backward of a matrix product is two products of the same size, one per factor. In 16
     # bits whatever the model's dtype: a float64 copy of a model is to be placed as the model is.
     return 3 * kernel_us(flops, num_bytes, torch.bfloat16, hardware)
 
 
-def kernel_us(
-    flops: float, num_bytes: float, dtype: torch.dtype, hardware: Hardware = H100
-) -> float:
+def kernel_us(flops: float, num_bytes: float, dtype: torch.dtype, hardware: Hardware) -> float:
     """Roofline time of one kernel that does ``flops`` and moves ``num_bytes`` of memory."""
     flops_us = flops / hardware.flops_per_us(dtype) if flops else 0.0
     return max(flops_us, num_bytes / hardware.memory_bytes_per_us)

@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from sp_compiler.cost.hardware import H100, Hardware, collective_us, kernel_us
+from sp_compiler.cost.hardware import Hardware, collective_us, kernel_us
 from sp_compiler.ir.fx import arguments, placements_of, tensor_operands
 from sp_compiler.ir.op_traits import (
     FUSED_ATTENTION,
@@ -171,9 +171,7 @@ def node_collectives(node: Node) -> list[Collective]:
     return [*ours.collectives(arguments(node), node.meta["val"])]
 
 
-def collectives_us(
-    collectives: list[Collective], world_size: int, hardware: Hardware = H100
-) -> float:
+def collectives_us(collectives: list[Collective], world_size: int, hardware: Hardware) -> float:
     """Return the total time of collectives, without overlap."""
     total = 0.0
     for item in collectives:
@@ -183,9 +181,7 @@ def collectives_us(
     return total
 
 
-def compute_us(
-    node: Node, hardware: Hardware = H100, fused: Mapping[Node, int] | None = None
-) -> float:
+def compute_us(node: Node, hardware: Hardware, fused: Mapping[Node, int] | None = None) -> float:
     """Return the roofline time of ``node`` as a separate kernel; 0 for views and conversions.
 
     Args:
@@ -270,8 +266,8 @@ class Span:
 def function_spans(
     graph: Graph,
     world_size: int,
-    hardware: Hardware = H100,
-    fused: Mapping[Node, int] | None = None,
+    hardware: Hardware,
+    fused: Mapping[Node, int] | None,
 ) -> Iterator[Span]:
     """Yield the timeline of a generated function: kernels, and collectives one after another
     beside them.
@@ -316,7 +312,7 @@ def function_spans(
 def elapsed_us(
     graph: Graph,
     world_size: int,
-    hardware: Hardware = H100,
+    hardware: Hardware,
     fused: Mapping[Node, int] | None = None,
 ) -> float:
     """Return the time of a generated function; see :func:`function_spans`."""

@@ -166,8 +166,8 @@ def functions_room(
     partitioned: Mapping[str, Partitioned],
     differentiable: Mapping[str, Sequence[bool]],
     world_size: int,
-    budget_bytes: int | None = None,
-    device_bytes: int | None = None,
+    budget_bytes: int | None,
+    device_bytes: int | None,
 ) -> dict[str, Room]:
     """Return the peaks that the functions of each region may have so that the step fits.
 

@@ -129,7 +129,7 @@ def step_timeline(
     reduction: Sequence[Collective],
     hardware: Hardware,
     *,
-    fused: bool = False,
+    fused: bool,
 ) -> StepTimeline:
     """Return the timeline of one step of ``compiled``.
 

@@ -195,7 +195,7 @@ class StepWalk:
         return self._differentiable[self.program.calls[ref.index].region.name][ref.output]
 
     def _value(self, ref: Ref) -> Tensor:
-        value: Tensor = self.program.calls[ref.index].region.outputs[ref.output].meta["val"]
+        value: Tensor = self.program.node_of(ref).meta["val"]
         return value
 
     # Backward.

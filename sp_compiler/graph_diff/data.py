@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -220,4 +219,3 @@ class Repeat:
 
 
 Item: TypeAlias = Entry | Equal | Repeat
-Items: TypeAlias = Sequence[Item]

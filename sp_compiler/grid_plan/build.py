@@ -13,7 +13,7 @@ from sp_compiler.cost.step_timeline import FunctionRun, StepTimeline, duration_u
 from sp_compiler.grid_plan.chain import Chain
 from sp_compiler.grid_plan.data import AxisTraffic, GridPlan
 from sp_compiler.grid_plan.options import GridOptions
-from sp_compiler.grid_plan.sizes import GridSizes, Link, link_of
+from sp_compiler.grid_plan.sizes import AxisLink, GridSizes, link_of
 from sp_compiler.grid_plan.stage_plan import (
     StagePlan,
     gathered_bytes,
@@ -175,7 +175,7 @@ class _Program:
         chain: Chain,
         ends: Sequence[int],
         rank_of: Callable[[int], int],
-        link: Link,
+        link: AxisLink,
     ) -> _Program:
         parts = cut(calls, ends)
         functions = [_functions(part, plan.schedule) for part in parts]
@@ -244,7 +244,7 @@ def _times(
     parts: Sequence[Sequence[CallPlan]],
     functions: Sequence[Functions],
     rank_of: Callable[[int], int],
-    link: Link,
+    link: AxisLink,
 ) -> list[StageTimes]:
     times: list[StageTimes] = []
     for stage, (start, end) in enumerate(itertools.pairwise([0, *ends])):

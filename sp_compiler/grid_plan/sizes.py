@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from torch.distributed.device_mesh import DeviceMesh
 
 from sp_compiler.base.errors import ArgumentError, expected_one_of
-from sp_compiler.cost.hardware import Hardware
+from sp_compiler.cost.hardware import Hardware, Link
 
 Mesh = str | Mapping[str, int] | DeviceMesh
 """A grid as a user writes it; see :meth:`GridSizes.of`."""
@@ -103,34 +103,30 @@ def _parsed(text: str) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Link:
-    """One rank's share of a link, in one direction.
+class AxisLink(Link):
+    """The slowest link between neighbours on an axis: one rank's share, in one direction.
 
     Attributes:
         name: shown in tables.
     """
 
     name: str
-    bytes_per_us: float
-    latency_us: float
 
     def ring_us(self, num_bytes: float, ranks: int) -> float:
         """Return the time of an all-gather or reduce-scatter of ``num_bytes`` over ``ranks``."""
         if ranks == 1:
             return 0.0
         # A ring: each rank passes all parts on but the one that is its own in the end.
-        return self.latency_us + num_bytes * (ranks - 1) / ranks / self.bytes_per_us
+        return self.transfer_us(num_bytes * (ranks - 1) / ranks)
 
     def send_us(self, num_bytes: float) -> float:
         """Return the time of one message."""
         # Nothing is sent where a stage ends in front of a call that reads nothing.
-        return self.latency_us + num_bytes / self.bytes_per_us if num_bytes else 0.0
+        return self.transfer_us(num_bytes) if num_bytes else 0.0
 
 
-def link_of(grid: GridSizes, axis: str, gpus_per_node: int, hardware: Hardware) -> Link:
+def link_of(grid: GridSizes, axis: str, gpus_per_node: int, hardware: Hardware) -> AxisLink:
     """Return the slowest link between neighbours on ``axis``."""
-    if grid.spans_nodes(axis, gpus_per_node):
-        network = hardware.network
-        return Link("network", network.gb_per_s * 1e3, network.latency_us)
-    latency_us = hardware.interconnect["all_gather"].latency_us
-    return Link("node", hardware.link_bytes_per_us, latency_us)
+    spans_nodes = grid.spans_nodes(axis, gpus_per_node)
+    link = hardware.network if spans_nodes else hardware.interconnect["all_gather"]
+    return AxisLink(link.latency_us, link.gb_per_s, "network" if spans_nodes else "node")

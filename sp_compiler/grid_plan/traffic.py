@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from sp_compiler.grid_plan.chain import Chain
 from sp_compiler.grid_plan.data import AxisTraffic
 from sp_compiler.grid_plan.options import GridOptions
-from sp_compiler.grid_plan.sizes import GridSizes, Link, link_of
+from sp_compiler.grid_plan.sizes import AxisLink, GridSizes, link_of
 from sp_compiler.grid_plan.stage_plan import StagePlan, used_parameters
 from sp_compiler.ops.convert import LINK_CROSSINGS
 from sp_compiler.ops.expert_rows import ALL_TO_ALL
@@ -56,7 +56,7 @@ _DATA = ("dp_shard", "dp_replicate")
 
 
 def _tensor(
-    plan: Plan, calls: Sequence[CallPlan], tp: int, microbatches: int, link: Link
+    plan: Plan, calls: Sequence[CallPlan], tp: int, microbatches: int, link: AxisLink
 ) -> AxisTraffic:
     blocks = [plan.block(call.block) for call in calls]
     crossed_bytes = sum(
@@ -78,7 +78,7 @@ def _tensor(
 
 
 def _rows(
-    plan: Plan, calls: Sequence[CallPlan], ep: int, microbatches: int, link: Link
+    plan: Plan, calls: Sequence[CallPlan], ep: int, microbatches: int, link: AxisLink
 ) -> AxisTraffic:
     """Rows of tokens on their way to their experts and back, if experts get equally many."""
     blocks = [plan.block(call.block) for call in calls]
@@ -115,7 +115,7 @@ def _data(
     stage: StagePlan,
     grid: GridSizes,
     microbatches: int,
-    links: dict[str, Link],
+    links: dict[str, AxisLink],
 ) -> list[AxisTraffic]:
     """Return the traffic of gathering parameters and reducing gradients.
 

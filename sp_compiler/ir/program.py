@@ -97,6 +97,11 @@ class Call:
     args: tuple[Ref, ...]
     results: tuple[str, ...] = ()
 
+    @property
+    def inputs(self) -> list[tuple[torch.fx.Node, Ref]]:
+        """The region's placeholders, each with the source of its argument."""
+        return list(zip(self.region.placeholders, self.args, strict=True))
+
 
 @dataclass
 class Program:
@@ -109,6 +114,7 @@ class Program:
         out_spec: pytree structure of the model's own output.
         mutated_buffers: buffer name to the new value that is written back after the forward.
         aliases: parameter name to the name under which the same tensor is used (tied weights).
+        constants: tensors of the model that are neither parameters nor buffers, by name.
         notes: remarks for the user (fallbacks with reasons).
         parameters: of the model, used or not.
         wishes: union of the user's hints, by parameter.
@@ -143,14 +149,27 @@ class Program:
         return list({id(call.region): call.region for call in self.calls}.values())
 
     @property
+    def call_outputs(self) -> dict[int, Ref]:
+        """The outputs that calls compute, by position in ``outputs``."""
+        return {
+            position: ref
+            for position, ref in enumerate(self.outputs)
+            if isinstance(ref, Ref) and ref.kind == "call"
+        }
+
+    def node_of(self, ref: Ref) -> torch.fx.Node:
+        """The node that computes ``ref``, an output of a call, in the region's graph."""
+        return self.calls[ref.index].region.outputs[ref.output]
+
+    @property
     def loss(self) -> Ref | None:
         """The output that is the model's loss, see :func:`loss_position`; ``None`` without one."""
         scalars: dict[int, Ref] = {}
-        for position, ref in enumerate(self.outputs[: self.out_spec.num_leaves]):
-            if isinstance(ref, Ref) and ref.kind == "call":
-                node = self.calls[ref.index].region.outputs[ref.output]
-                if node.meta["val"].dim() == 0 and node.meta.get("requires_grad"):
-                    scalars[position] = ref
+        for position, ref in self.call_outputs.items():
+            node = self.node_of(ref)
+            is_returned = position < self.out_spec.num_leaves  # not only stored
+            if is_returned and node.meta["val"].dim() == 0 and node.meta.get("requires_grad"):
+                scalars[position] = ref
         found = loss_position(self.out_spec, scalars)
         return None if found is None else scalars[found]
 

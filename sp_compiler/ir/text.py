@@ -71,7 +71,7 @@ def render_arguments(node: Node, name: Callable[[Node], str]) -> str:
     return ", ".join(parts)
 
 
-def render_metas(node: Node, metas: Collection[str] = METAS) -> str:
+def render_metas(node: Node, metas: Collection[str]) -> str:
     """Render the part behind a call: `` : f32[2, 4] @ S(1) #save``."""
     marks = {"val": " : ", "placement": " @ ", "recompute": " #"}
     # In the order of METAS, whatever that of ``metas``: the text is compared.

@@ -72,35 +72,43 @@ def executor_for(state: ModuleState, leaves: list[Any], structure: pytree.TreeSp
     hooks = state.layout.hooks()
     state.agreement.begin_call(key, leaves, names, compiled=executor is not None, hooks=hooks)
     if executor is None:
-        refuse_no_parameters(state.parameters)
-        # Parameters that are placed under inference_mode could never be trained.
-        with callers_modes_kept(), torch.inference_mode(False), without_saved_tensor_hooks():
-            args, kwargs = pytree.tree_unflatten(leaves, structure)
-            # Before the capture, whose error would be about code of torch.export.
-            bound = state.original.bound_arguments(args, kwargs)
-            arguments = {name: argument_text(value) for name, value in bound.items()}
-            open_dims = state.programs.opens(key, leaves)
-            if len(state.programs):
-                padded = state.programs.lacks_sizes(key, leaves)
-                _say_compiled_again(state, key, arguments, open_dims, padded=padded)
-            try:
-                executor = _compile(state, leaves, structure, open_dims)
-            except CaptureError as error:
-                known = state.original.argument_names
-                about = about_arguments(error, arguments, state.compiled_for[0], known)
-                raise about from error.__cause__
-            # Also those that no compilation has read before.
-            key = replace(key, attributes=state.layout.attributes.key())
-            state.compiled_for = arguments, key
-        if not _is_other_rank():
-            inputs = ", ".join(f"{name} {text}" for name, text in arguments.items())
-            state.programs.warn_of_sizes(key, leaves, inputs)
-        program = executor.compiled.program
-        key = replace(key, decisions=tuple(map(str, program.decisions)))
-        # Nobody knew before what the forward reads.
-        state.agreement.require_equal("has compiled", key.parts())
-        state.programs.put(key, executor, program.sizes, program.decisions)
+        executor = _add_program(state, key, leaves, structure)
     state.latest = executor.compiled
+    return executor
+
+
+def _add_program(
+    state: ModuleState, key: CallKey, leaves: list[Any], structure: pytree.TreeSpec
+) -> Executor:
+    """Compile for a call that has no program, and put the program into the cache."""
+    refuse_no_parameters(state.parameters)
+    # Parameters that are placed under inference_mode could never be trained.
+    with callers_modes_kept(), torch.inference_mode(False), without_saved_tensor_hooks():
+        args, kwargs = pytree.tree_unflatten(leaves, structure)
+        # Before the capture, whose error would be about code of torch.export.
+        bound = state.original.bound_arguments(args, kwargs)
+        arguments = {name: argument_text(value) for name, value in bound.items()}
+        open_dims = state.programs.opens(key, leaves)
+        if len(state.programs):
+            padded = state.programs.lacks_sizes(key, leaves)
+            _say_compiled_again(state, key, arguments, open_dims, padded=padded)
+        try:
+            executor = _compile(state, leaves, structure, open_dims)
+        except CaptureError as error:
+            known = state.original.argument_names
+            about = about_arguments(error, arguments, state.compiled_for[0], known)
+            raise about from error.__cause__
+        # Also those that no compilation has read before.
+        key = replace(key, attributes=state.layout.attributes.key())
+        state.compiled_for = arguments, key
+    if not _is_other_rank():
+        inputs = ", ".join(f"{name} {text}" for name, text in arguments.items())
+        state.programs.warn_of_sizes(key, leaves, inputs)
+    program = executor.compiled.program
+    key = replace(key, decisions=tuple(map(str, program.decisions)))
+    # Nobody knew before what the forward reads.
+    state.agreement.require_equal("has compiled", key.parts())
+    state.programs.put(key, executor, program.sizes, program.decisions)
     return executor
 
 
@@ -183,7 +191,7 @@ def run(state: ModuleState, executor: Executor, leaves: list[Any]) -> Any:
 
 
 def _no_data(missing: Sequence[str], state: ModuleState) -> str:
-    """What to do about tensors on the meta device."""
+    """Return the text of an error about tensors on the meta device."""
     in_no_file = [
         name
         for name in missing

@@ -13,21 +13,7 @@ from torch.utils import _pytree as pytree
 from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.grid.fully_sharded import without_gradient_sync
 from sp_compiler.module.calls import executor_for, require_data, run, shard_over_data
-from sp_compiler.module.dtensors.gathered_views import write_through_views
-from sp_compiler.module.dtensors.patches import (
-    check_sharded_gradients_first,
-    convolve_whole_dims,
-    divide_by_all_elements,
-    divide_by_whole_sums,
-    draw_whole_tensors,
-    fill_pending_sums,
-    format_as_numbers,
-    read_true_numbers,
-    reduce_all_dims,
-    scan_whole_dims,
-    step_local_parts,
-)
-from sp_compiler.module.dtensors.plain_operands import take_plain_operands
+from sp_compiler.module.dtensors.patches import patch_dtensors
 from sp_compiler.module.inspection import Inspection
 from sp_compiler.module.module_tree import Layout, fill_mirror
 from sp_compiler.module.optimizer_state import show_true_state
@@ -84,7 +70,6 @@ class DistributedModule(Inspection, Weights):
             ``fixed_placements`` are the placements that parameters already have, ``None`` the first
             time; ``open_dims`` says whether sizes should be left open, because others came before.
             Input leaves are numbered as by :func:`sp_compiler.trace.export.flatten_inputs`.
-        cache_size: number of programs in the cache.
         options: options of ``build`` by name; every rank must have the same.
         initial_weights: "compare" weights over the ranks at the first use, or "broadcast" rank 0's.
         fsdp: options for FSDP2, which is applied once parameters are placed; ``None`` leaves FSDP2
@@ -101,7 +86,6 @@ class DistributedModule(Inspection, Weights):
         model: nn.Module,
         group: TensorParallelGroup,
         build: Build,
-        cache_size: int = 16,
         options: Mapping[str, str] | None = None,
         initial_weights: str = "compare",
         fsdp: Mapping[str, Any] | None = None,
@@ -113,25 +97,13 @@ class DistributedModule(Inspection, Weights):
             check_memory_apart(model)
         # FSDP makes DTensors without "tp" too.
         if group.mesh is not None or group.data.mesh is not None:
-            check_sharded_gradients_first()
-            convolve_whole_dims()
-            divide_by_all_elements()
-            divide_by_whole_sums()
-            draw_whole_tensors()
-            fill_pending_sums()
-            format_as_numbers()
-            read_true_numbers()
-            scan_whole_dims()
-            step_local_parts()
-            reduce_all_dims()
-            take_plain_operands()
-            write_through_views()
+            patch_dtensors()
         layout = Layout(group)
         super().__init__(model, "", layout)
         fill_mirror(self, model, layout)
         move_hooks(model, self)
         original = Original(model, self)
-        state = ModuleState(self, original, build, options or {}, cache_size, initial_weights)
+        state = ModuleState(self, original, build, options or {}, initial_weights)
         state.fsdp_options = fsdp
         state.replays_steps(enabled=cuda_graphs)
         self._attach(state)

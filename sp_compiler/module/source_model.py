@@ -173,8 +173,8 @@ class Original:
     def awake(
         self,
         mirror: nn.Module,
-        computed_as: Mapping[int, tuple[torch.dtype, torch.device]] | None = None,
-        absent_dtype: torch.dtype | None = None,
+        computed_as: Mapping[int, tuple[torch.dtype, torch.device]],
+        absent_dtype: torch.dtype | None,
     ) -> Iterator[nn.Module]:
         """Context with the model ready for capture: shapes, dtypes, modes and buffers of
         ``mirror``.
@@ -199,9 +199,7 @@ class Original:
             device = None if present is None else present.device
             self._install(
                 mirror,
-                lambda parameter: _without_memory(
-                    parameter, computed_as or {}, device, absent_dtype
-                ),
+                lambda parameter: _without_memory(parameter, computed_as, device, absent_dtype),
             )
             yield model
         finally:

@@ -51,7 +51,6 @@ class ModuleState:
         original: the model that was taken over.
         build: compiles; see :class:`~sp_compiler.module.distributed_module.DistributedModule`.
         options: what ``build`` compiles with, by name.
-        cache_size: number of programs in the cache.
         initial_weights: "compare" or "broadcast", over the ranks, before they have parts.
 
     Attributes:
@@ -83,7 +82,6 @@ class ModuleState:
         original: Original,
         build: Build,
         options: Mapping[str, str],
-        cache_size: int,
         initial_weights: str,
     ) -> None:
         self.root = root
@@ -101,7 +99,7 @@ class ModuleState:
         self.modules: dict[str, nn.Module] = dict(root.named_modules(remove_duplicate=False))
         self.parameters = NamedTensors(self.modules, "_parameters")
         self.buffers = NamedTensors(self.modules, "_buffers")
-        self.programs = ProgramCache[Executor](cache_size)
+        self.programs = ProgramCache[Executor]()
         self.fsdp_options: Mapping[str, Any] | None = None
         self.absent_dtype: torch.dtype | None = None
         self.loss_only = False
@@ -141,7 +139,6 @@ class ModuleState:
             copy.deepcopy(self.original, memo),
             self.build,
             self.options,
-            self.programs.size,
             self.initial_weights,
         )
         # What was compared on the ranks is alike in their copies too.

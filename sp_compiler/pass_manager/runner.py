@@ -18,7 +18,7 @@ from sp_compiler.base.log import LOG
 from sp_compiler.base.pass_report import PassReport, reporting
 from sp_compiler.ir.program import Program
 from sp_compiler.ir.snapshot import Snapshot, Stages, program_calls, region_of
-from sp_compiler.pass_manager.stages import graphs_of, snapshot_of
+from sp_compiler.pass_manager.stages import graphs_of, snapshot_after
 from sp_compiler.trace.tracer_patches import without_hooks_of_all_modules
 
 Result = TypeVar("Result")
@@ -101,7 +101,7 @@ class PassRunner:
     def after(cls, name: str, result: Any) -> PassRunner:
         """Record that the pass ``name`` was run elsewhere, with this result."""
         runner = cls()
-        record = _Record(result, PassReport(name), snapshot_of(name, result))
+        record = _Record(result, PassReport(name), snapshot_after(name, result))
         runner._shared[name, "", ""] = record
         return runner
 
@@ -168,7 +168,7 @@ class PassRunner:
             self._observer(name, left)
         # Copied at once, for later passes rewrite graphs in place; every copy takes as long as a
         # small pass.
-        stage = snapshot_of(name, left, region) if self._keep_graphs else Snapshot(name, {})
+        stage = snapshot_after(name, left, region) if self._keep_graphs else Snapshot(name, {})
         return _Record(result, report, stage)
 
 

@@ -69,7 +69,7 @@ def _(subject: Partitioned, region: str = "") -> dict[str, Graph]:
     return {f"{region}.{name}": graph for name, graph in subject.functions.items()}
 
 
-def snapshot_of(name: str, subject: Any, region: str = "") -> Snapshot:
+def snapshot_after(name: str, subject: Any, region: str = "") -> Snapshot:
     """Return copies of the graphs of ``subject`` after the pass ``name``."""
     # Sharded and tagged programs hold what else their pass found; a snapshot is of the graphs.
     program = getattr(subject, "program", subject)

@@ -8,7 +8,7 @@ Only the last stage has outputs. The other ranks get the same object with the lo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,9 @@ def rows_of(leaves: Sequence[Any]) -> int:
     return next(leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim())
 
 
-def microbatches_of(leaves: Sequence[Any], names: Sequence[str], count: int) -> list[list[Any]]:
+def microbatches_of(
+    leaves: Sequence[Any], names: Callable[[], Sequence[str]], count: int
+) -> list[list[Any]]:
     """Split the flattened inputs of a batch into ``count`` equal parts along the first dim.
 
     The batch is the first dim of the first tensor. Tensors with another first dim (one row of
@@ -45,7 +47,7 @@ def microbatches_of(leaves: Sequence[Any], names: Sequence[str], count: int) -> 
 
     Args:
         leaves: leaves from :func:`sp_compiler.trace.export.flatten_inputs`.
-        names: names of the leaves, for messages.
+        names: returns the names of the leaves; called for an error alone.
         count: number of microbatches.
 
     Raises:
@@ -58,16 +60,16 @@ def microbatches_of(leaves: Sequence[Any], names: Sequence[str], count: int) -> 
         raise ArgumentError("no input is a tensor with a batch dim, which microbatches are cut of")
     # Not padded: rows that are none would count in a mean over tokens.
     if batch % count or not batch:
-        first = names[sizes.index(batch)]
+        first = names()[sizes.index(batch)]
         raise ArgumentError(
             f"{first} has a batch of {batch}, which microbatches={count} does not divide: pass a "
             f"multiple of {count}, or another number of microbatches to sp_compiler.pipeline"
         )
-    for name, leaf in zip(names, leaves, strict=True):
+    for position, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             raise UnsupportedError(
-                f"{name} requires a gradient, which a pipeline does not compute for inputs; detach "
-                "it, or compute it inside the model"
+                f"{names()[position]} requires a gradient, which a pipeline does not compute for "
+                "inputs; detach it, or compute it inside the model"
             )
     pieces = [
         # Views: a step holds its batch once.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -77,12 +78,12 @@ class PipelineModule(StageParameters):
         schedule: Schedule,
         stages_per_rank: int,
         microbatches: int,
-        weigh: Weigh | None = None,
-        memory_bytes: int | None = None,
-        fsdp: Mapping[str, Any] | None = None,
+        weigh: Weigh | None,
+        memory_bytes: int | None,
+        fsdp: Mapping[str, Any] | None,
         *,
         build_loss: Build,
-        return_outputs: bool = False,
+        return_outputs: bool,
     ) -> None:
         super().__init__(module, axis)
         self._schedule = schedule
@@ -236,9 +237,10 @@ class PipelineModule(StageParameters):
 
     def _flat(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[list[Any], pytree.TreeSpec, list[str]]:
+    ) -> tuple[list[Any], pytree.TreeSpec, Callable[[], list[str]]]:
+        """Return the leaves, their structure, and what makes their names, which errors have."""
         leaves, structure = flatten_inputs(args, kwargs, self._state.unordered)
-        names = input_names(self.module, args, kwargs)
+        names = partial(input_names, self.module, args, kwargs)
         return [plain_input(leaf) for leaf in leaves], structure, names
 
     def _run(
@@ -293,8 +295,8 @@ class PipelineModule(StageParameters):
         """
         pending = self._state.deferred.pending
         names = list(pending)
-        partial = [pending.pop(name) for name in names]
-        totals = reduce_gradients(self._state.group.communicator, partial)
+        sums = [pending.pop(name) for name in names]
+        totals = reduce_gradients(self._state.group.communicator, sums)
         for name, total in zip(names, totals, strict=True):
             assert total is not None
             accumulate(self._state.parameters[name], total)

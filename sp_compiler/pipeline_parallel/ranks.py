@@ -48,8 +48,12 @@ class StageRanks:
         with self._axis.watched.reporting(), self._state.group.reporting():
             yield
 
-    def agree(self, leaves: list[Any], structure: pytree.TreeSpec, names: list[str]) -> None:
+    def agree(
+        self, leaves: list[Any], structure: pytree.TreeSpec, names: Callable[[], list[str]]
+    ) -> None:
         """Compare a call and its inputs with those of the other stages.
+
+        ``names`` returns the names of ``leaves``; called only if something differs.
 
         Raises:
             RankMismatchError: they differ, so that one stage would read labels of other tokens than
@@ -60,7 +64,7 @@ class StageRanks:
         key = call_key(
             self._state.modules.values(), (), leaves, structure, loss_only=self._state.loss_only
         )
-        self._agreement.begin_call(key, leaves, lambda: names, compiled=True)
+        self._agreement.begin_call(key, leaves, names, compiled=True)
         if self._agreement.every_call:
             self._agreement.settle()  # before anything is sent
         # Of this stage's blocks, whose values its tensor-parallel ranks gather for them.

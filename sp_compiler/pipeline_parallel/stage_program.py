@@ -271,6 +271,5 @@ def _buffers_read(program: Program, part: Sequence[int]) -> set[str]:
             # All stages run all of it, for the sake of the outputs that they read.
             outputs = [outputs[ref.output] for ref in used if ref.index == index]
         origins = ancestors(outputs)
-        inputs = zip(call.region.placeholders, call.args, strict=True)
-        names |= {ref.name for node, ref in inputs if ref.kind == "buffer" and node in origins}
+        names |= {ref.name for node, ref in call.inputs if ref.kind == "buffer" and node in origins}
     return names

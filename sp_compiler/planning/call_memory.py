@@ -52,11 +52,10 @@ def call_memories(compiled: CompiledProgram) -> list[CallMemory]:
 
     memories = []
     for call in compiled.program.calls:
-        placeholders = zip(call.region.placeholders, call.args, strict=True)
         # What a gradient flows back to; masks and tables live longer than one call.
         taken_bytes = sum(
             tensor_bytes(node.meta["val"])
-            for node, ref in placeholders
+            for node, ref in call.inputs
             if ref.kind == "call"
             and compiled.differentiable[compiled.program.calls[ref.index].region.name][ref.output]
         )

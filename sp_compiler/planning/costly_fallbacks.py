@@ -15,7 +15,7 @@ from sp_compiler.planning.fallbacks import (
     all_fallbacks,
     forward_flops,
     is_replicated,
-    stored_parameters,
+    parameter_nodes,
 )
 
 COSTLY_SHARE = 0.01
@@ -159,7 +159,7 @@ def _text(costly: Sequence[CostlyFallback], world_size: int) -> str:
 def _total_bytes(compiled: CompiledProgram) -> int:
     """Return the bytes of all parameters, unsharded."""
     total = 0
-    for name, node in stored_parameters(compiled):
+    for name, node in parameter_nodes(compiled):
         value, placement = node.meta["val"], compiled.param_placements[name]
         shape = placement.global_shape(tuple(value.shape), compiled.world_size)
         total += math.prod(shape) * value.element_size()

@@ -89,12 +89,12 @@ def all_fallbacks(compiled: CompiledProgram) -> Iterator[Fallback]:
 # Parameters.
 
 
-def stored_parameters(compiled: CompiledProgram) -> Iterator[tuple[str, Node]]:
-    """Return the stored name of each parameter, tied ones once, and a placeholder with this rank's
-    part."""
+def parameter_nodes(compiled: CompiledProgram) -> Iterator[tuple[str, Node]]:
+    """Yield the stored name of each parameter, tied ones once, and the placeholder that is first
+    given this rank's part."""
     seen: set[str] = set()
     for call in compiled.program.calls:
-        for node, ref in zip(call.region.placeholders, call.args, strict=True):
+        for node, ref in call.inputs:
             # By stored name, so that a tied weight is not counted twice.
             if ref.kind == "param" and compiled.param_name(ref.name) not in seen:
                 seen.add(compiled.param_name(ref.name))
@@ -104,7 +104,7 @@ def stored_parameters(compiled: CompiledProgram) -> Iterator[tuple[str, Node]]:
 def _parameters(compiled: CompiledProgram) -> Iterator[Fallback]:
     """Return replicated parameters with two or more dims; equal ones are merged."""
     alike: dict[str, list[Fallback]] = {}
-    for name, node in stored_parameters(compiled):
+    for name, node in parameter_nodes(compiled):
         value = node.meta["val"]
         # Norm weights and biases are replicated by design: their tokens are what is sharded.
         if len(value.shape) < 2 or compiled.param_placements[name].is_sharded:
@@ -301,7 +301,7 @@ def _name_near(node: Node, region: Region, compiled: CompiledProgram) -> str:
     if path:
         return path
     call = next(call for call in compiled.program.calls if call.region is region)
-    refs = dict(zip(region.placeholders, call.args, strict=True))
+    refs = dict(call.inputs)
     sources = (refs.get(source) for source in reach(operands(node), operands))
     return next((ref.name for ref in sources if ref is not None and ref.kind == "param"), "")
 

@@ -147,15 +147,7 @@ class ReplicateParameters(CompiledFunction):
         fills = [fills_grad(node) for node, _ in ctx.next_functions]
         with torch.no_grad():
             if ctx.deferred.enabled:
-                if None in fills:
-                    raise UnsupportedError(
-                        "torch.autograd.grad inside of no_sync() has no gradients of replicated "
-                        "parameters to return: they are summed over the ranks later; call it "
-                        "outside, or use loss.backward()"
-                    )
-                for name, grad, filled in zip(ctx.names, grads, fills, strict=True):
-                    if grad is not None and filled:
-                        ctx.deferred.add(name, grad)
+                _defer(ctx.deferred, ctx.names, grads, fills)
                 return (None, None, None, *[None] * len(grads))
             # What waits since no_sync belongs into grad: only a backward that fills it takes that.
             # What neither is filled nor returned is not reduced.
@@ -167,6 +159,27 @@ class ReplicateParameters(CompiledFunction):
         # Copies, which share no memory with ``grads``.
         deliver(ctx.parameters, ctx.next_functions, results, ())
         return (None, None, None, *forbid_double_backward(results, grads))
+
+
+def _defer(
+    deferred: DeferredGradients,
+    names: Sequence[str],
+    grads: Sequence[Tensor | None],
+    fills: Sequence[bool | None],
+) -> None:
+    """Add to ``deferred`` the gradients that fill ``grad``; see :func:`fills_grad`.
+
+    Raises:
+        UnsupportedError: a gradient is returned instead.
+    """
+    if None in fills:
+        raise UnsupportedError(
+            "torch.autograd.grad inside of no_sync() has no gradients of replicated parameters to "
+            "return: they are summed over the ranks later; call it outside, or use loss.backward()"
+        )
+    for name, grad, filled in zip(names, grads, fills, strict=True):
+        if grad is not None and filled:
+            deferred.add(name, grad)
 
 
 def reduce_gradients(tp: Communicator, grads: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -10,7 +10,6 @@ that elimination goes first.
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
 from typing import Any
 
 import numpy as np
@@ -72,8 +71,7 @@ def solve_integer_program(
     rows = _Rows()
     for start, vertex in zip(first, vertices, strict=True):  # exactly one option each
         rows.add([(start + i, 1.0) for i in range(len(vertex.options))], 1, 1)
-    made = _placements(vertices, first, make=True)
-    needed = _placements(vertices, first, make=False)
+    made, needed = _makers(vertices, first), _consumers(vertices, first)
     for value, wants in needed.items():
         for target, consumers in wants.items():
             # One flow per (value, source, target), shared by all consumers: it is paid once.
@@ -118,20 +116,33 @@ def _search(columns: list[float], rows: _Rows, num_binary: int) -> Any:
     return result
 
 
-def _placements(
-    vertices: list[Vertex], first: list[int], *, make: bool
-) -> dict[ValueName, dict[Placement, list]]:  # type: ignore[type-arg]
-    """Columns of the options that make (a flat list) or need (a list per consumer) a placement."""
-    table: dict[ValueName, dict[Placement, list]] = defaultdict(lambda: defaultdict(list))  # type: ignore[type-arg]
+def _makers(
+    vertices: list[Vertex], first: list[int]
+) -> dict[ValueName, dict[Placement, list[int]]]:
+    """By value, the columns of the options that make it in each placement."""
+    return {
+        value: _columns(start, [option.makes[position] for option in vertex.options])
+        for start, vertex in zip(first, vertices, strict=True)
+        for position, value in enumerate(vertex.makes)
+    }
+
+
+def _consumers(
+    vertices: list[Vertex], first: list[int]
+) -> dict[ValueName, dict[Placement, list[list[int]]]]:
+    """By value, the columns of the options that need it in each placement, a list per consumer."""
+    table: dict[ValueName, dict[Placement, list[list[int]]]] = {}
     for start, vertex in zip(first, vertices, strict=True):
-        for position, value in enumerate(vertex.makes if make else vertex.needs):
-            chosen: dict[Placement, list[int]] = defaultdict(list)
-            for index, option in enumerate(vertex.options):
-                placements = option.makes if make else option.needs
-                chosen[placements[position]].append(start + index)
-            for placement, options in chosen.items():
-                if make:
-                    table[value][placement] += options
-                else:
-                    table[value][placement].append(options)
+        for position, value in enumerate(vertex.needs):
+            columns = _columns(start, [option.needs[position] for option in vertex.options])
+            for placement, options in columns.items():
+                table.setdefault(value, {}).setdefault(placement, []).append(options)
     return table
+
+
+def _columns(start: int, placements: list[Placement]) -> dict[Placement, list[int]]:
+    """By placement, the columns from ``start`` on that stand for options with it."""
+    columns: dict[Placement, list[int]] = {}
+    for column, placement in enumerate(placements, start):
+        columns.setdefault(placement, []).append(column)
+    return columns

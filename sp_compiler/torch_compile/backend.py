@@ -68,7 +68,7 @@ def sp_compiler_backend(
         check_fallbacks(compiled.plan.costly_fallbacks)
         return compiled
 
-    return CompiledGraph(graph, group, compile_for, options=compile_options.texts())
+    return CompiledGraph(graph, group, compile_for, compile_options.texts())
 
 
 def _with_own_hints(options: CompileOptions, parameters: Parameters) -> CompileOptions:

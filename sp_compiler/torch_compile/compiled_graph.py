@@ -53,7 +53,6 @@ class CompiledGraph:
         graph: dynamo's graph.
         group: the ranks that it runs on.
         build: ``build(model, example_inputs)`` compiles; outputs must be replicated.
-        cache_size: number of programs in the cache.
         options: options of ``build`` by name; every rank must have the same.
     """
 
@@ -62,13 +61,12 @@ class CompiledGraph:
         graph: DynamoGraph,
         group: TensorParallelGroup,
         build: Build,
-        cache_size: int = 16,
-        options: Mapping[str, str] | None = None,
+        options: Mapping[str, str],
     ) -> None:
         self._graph = graph
         self._group = group
         self._build = build
-        self._programs = ProgramCache[_Compiled](cache_size)
+        self._programs = ProgramCache[_Compiled]()
         self._agreement = RankAgreement(group, "graph", options)
 
     def __call__(self, *args: Any) -> Any:

@@ -253,7 +253,7 @@ def _write_eps(module: GraphModule) -> None:
 
 
 def kernel_eps(eps: float | None, dtype: torch.dtype) -> float:
-    """What ``torch.nn.functional.rms_norm`` takes as ``eps``: torch rounds it to float32, in which
+    """Return the ``eps`` of ``torch.nn.functional.rms_norm``: torch rounds it to float32, in which
     halves are computed too."""
     if dtype == torch.float64:
         return torch.finfo(dtype).eps if eps is None else eps

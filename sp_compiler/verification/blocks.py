@@ -43,7 +43,6 @@ def check_blocks(
     variants: Mapping[str, CompiledProgram],
     call_data: Callable[[int, Spread], BlockData],
     *,
-    floors: bool = True,
     operators: Set[str] | None = None,
 ) -> Iterator[Comparison]:
     """Compare every region after each pass, in all its splits, with the unsharded one.
@@ -53,13 +52,12 @@ def check_blocks(
             :func:`~sp_compiler.passes.sharding.outputs.route_outputs`.
         variants: the compiled program with the code to run, by pass.
         call_data: returns what a call of ``program`` is given.
-        floors: whether to measure the noise floor of each block.
         operators: compare only blocks with one of these operators, by schema name.
     """
     for region in program.regions:
         used = set(map(schema_name, region.module.graph.nodes))
         if operators is None or operators & used:
-            yield from Block.of(program, region, call_data, floors).rows(program, variants)
+            yield from Block.of(program, region, call_data, floors=True).rows(program, variants)
 
 
 @dataclass(frozen=True)
@@ -106,9 +104,13 @@ class Block:
         program: Program,
         region: Region,
         call_data: Callable[[int, Spread], BlockData],
+        *,
         floors: bool,
     ) -> Block:
-        """Run ``region`` unsharded; arguments as for :func:`check_blocks`."""
+        """Run ``region`` unsharded.
+
+        Arguments are those of :func:`check_blocks`; ``floors``: whether to measure noise floors.
+        """
         # The first of them stands for all: they have the same graph, and random parameters.
         index = next(i for i, call in enumerate(program.calls) if call.region is region)
         for spread in SPREADS:

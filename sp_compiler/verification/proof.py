@@ -227,7 +227,7 @@ def _call_data(
         values.random(ref, node.meta["val"])
         if node.meta["requires_grad"] and not values.is_random(ref)
         else values.of(ref)
-        for node, ref in zip(call.region.placeholders, call.args, strict=True)
+        for node, ref in call.inputs
     ]
     return BlockData(inputs, tangents)
 

@@ -101,7 +101,7 @@ class Values:
         if ref.kind == "size":
             return int(self._inputs[ref.index].shape[ref.output])
         if ref.kind == "call":
-            node = self._program.calls[ref.index].region.outputs[ref.output]
+            node = self._program.node_of(ref)
             value = node.meta["val"]
             # Integers that depend on parameters, as an expert's index, are computed: random ones
             # would be out of range.
@@ -135,7 +135,7 @@ class Values:
         if ref.kind == "size":
             return ref
         if ref.kind == "call":
-            node = self._program.calls[ref.index].region.outputs[ref.output]
+            node = self._program.node_of(ref)
             like, requires_grad = node.meta["val"], bool(node.meta.get("requires_grad"))
         else:
             like = self._source(ref)

@@ -139,11 +139,13 @@ class Sections:
                     pending.append(ref)
         # A known result that an unknown one of its call depends on is computed with that.
         unknown = [ref for ref in computed if ref not in own]
-        inside = {(ref.index, node) for ref in unknown for node in ancestors([self._output(ref)])}
+        inside = {
+            (ref.index, node) for ref in unknown for node in ancestors([self.program.node_of(ref)])
+        }
         computed |= {
             ref: None
             for ref in leaves
-            if ref.kind == "call" and (ref.index, self._output(ref)) in inside
+            if ref.kind == "call" and (ref.index, self.program.node_of(ref)) in inside
         }
         calls: dict[int, list[int]] = {}
         for ref in sorted(computed, key=lambda ref: (ref.index, ref.output)):
@@ -152,16 +154,13 @@ class Sections:
 
     def _read(self, ref: Ref) -> list[Ref]:
         """Arguments of the call of ``ref`` that it depends on."""
-        call, needed = self.program.calls[ref.index], ancestors([self._output(ref)])
+        call, needed = self.program.calls[ref.index], ancestors([self.program.node_of(ref)])
         return [
             arg
-            for arg, node in zip(call.args, call.region.placeholders, strict=True)
+            for node, arg in call.inputs
             # A symbol shows in shapes alone.
             if node in needed or arg.kind == "size"
         ]
-
-    def _output(self, ref: Ref) -> Node:
-        return self.program.calls[ref.index].region.outputs[ref.output]
 
     def _cut(self, outputs: list[Node], stops: set[Node]) -> tuple[GraphModule, list[Ref]]:
         inside = ancestors(outputs, stops) | set(outputs)

@@ -54,7 +54,7 @@ def test_what_ends_a_kernel() -> None:
     assert traffic[aten._softmax.default] == size
     # A kernel of one operator costs what it costs alone.
     (alone,) = [n for n in graph.nodes if n.target is aten.neg.default]
-    assert compute_us(alone, fused=fused_bytes(graph)) == compute_us(alone)
+    assert compute_us(alone, H100, fused_bytes(graph)) == compute_us(alone, H100)
 
 
 def test_of_a_table_the_rows_that_are_picked_are_read() -> None:
@@ -64,7 +64,8 @@ def test_of_a_table_the_rows_that_are_picked_are_read() -> None:
         b.input(name, rows, 6) for name, rows in zip("abc", (2, 64, 10**7), strict=True)
     )
     times = [
-        compute_us(b.call(aten.embedding.default, table, ids)) for table in (small, large, huge)
+        compute_us(b.call(aten.embedding.default, table, ids), H100)
+        for table in (small, large, huge)
     ]
     assert times[0] < times[1] == times[2]
     picked = [
@@ -72,9 +73,9 @@ def test_of_a_table_the_rows_that_are_picked_are_read() -> None:
         b.call(aten.index.Tensor, huge, [ids]),
         b.call(VOCAB_EMBEDDING.overload, huge, ids, 2 * 10**7, 2),
     ]
-    assert [compute_us(node) for node in picked] == [times[1]] * 3
+    assert [compute_us(node, H100) for node in picked] == [times[1]] * 3
     # A row more or less in the operand is read as a whole.
-    assert compute_us(b.call(aten.neg.default, huge)) > 1000 * times[2]
+    assert compute_us(b.call(aten.neg.default, huge), H100) > 1000 * times[2]
 
 
 def test_code_as_written_takes_time_to_draw_and_a_fused_kernel_does_not() -> None:

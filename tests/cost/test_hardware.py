@@ -37,14 +37,15 @@ def test_a_profile_survives_its_file(name: str, tmp_path: Path) -> None:
 
 def test_times_by_hand() -> None:
     # 80 MB over 8 ranks: 70 MB cross each link, 140 MB in an all-reduce.
-    assert collective_us(80e6, "all_gather", 8) == pytest.approx(2 + 70e6 / 450e3)
-    assert collective_us(80e6, "all_reduce", 8) == pytest.approx(4 + 140e6 / 450e3)
-    assert collective_us(80e6, "all_reduce", 1) == collective_us(80e6, "shard", 8) == 0
+    assert collective_us(80e6, "all_gather", 8, H100) == pytest.approx(2 + 70e6 / 450e3)
+    assert collective_us(80e6, "all_reduce", 8, H100) == pytest.approx(4 + 140e6 / 450e3)
+    assert collective_us(80e6, "all_reduce", 1, H100) == 0
+    assert collective_us(80e6, "shard", 8, H100) == 0
     pcie = hardware_of("a100-pcie")
     assert collective_us(80e6, "reduce_scatter", 8, pcie) == pytest.approx(48.3 + 70e6 / 26e3)
-    assert kernel_us(1e12, 1.0, torch.bfloat16) == pytest.approx(2000)
-    assert kernel_us(1e12, 1.0, torch.float32) == pytest.approx(20_000)
-    assert kernel_us(1.0, 3.35e9, torch.bfloat16) == pytest.approx(1000)
+    assert kernel_us(1e12, 1.0, torch.bfloat16, H100) == pytest.approx(2000)
+    assert kernel_us(1e12, 1.0, torch.float32, H100) == pytest.approx(20_000)
+    assert kernel_us(1.0, 3.35e9, torch.bfloat16, H100) == pytest.approx(1000)
 
 
 def test_what_is_no_profile(tmp_path: Path) -> None:

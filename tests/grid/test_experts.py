@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import sp_compiler
 from sp_compiler.base.errors import ArgumentError, RankMismatchError, UnsupportedError
@@ -25,11 +24,6 @@ from tests.helpers.ranks import run_on_copies, run_on_ranks
 from tests.helpers.shared_programs import compile_for_ranks, shared_programs
 
 _TOLERANCE = 1e-9
-
-
-def _mesh(axes: dict[str, int]) -> DeviceMesh:
-    warnings.simplefilter("ignore")
-    return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 def _case(parts: int, make: Any = Grouped) -> grids.Case:
@@ -44,7 +38,7 @@ def _with_biases() -> Grouped:
 
 
 def _followed(axes: dict[str, int], steps: int) -> tuple[Any, Any, dict[str, float]]:
-    mesh = _mesh(axes)
+    mesh = grids.mesh(**axes)
     part, parts = sp_compiler.data_shard(mesh)
     with grids.lifted():
         worst, one, truth = grids.follow(mesh, _case(parts, _with_biases), steps, accumulate=2)
@@ -80,7 +74,7 @@ def _followed_and_saved(folder: str) -> dict[str, Any]:
     # Beside the axis of replicas; all that a checkpoint may meet.
     axes = {"dp_replicate": 2, "ep": 2, "tp": 1}
     module, truth, worst["replicated"] = _followed(axes, 1)
-    with grids.CollectivesByAxis(_mesh(axes)) as counter:
+    with grids.CollectivesByAxis(grids.mesh(**axes)) as counter:
         module(**expert_models.batches(1, rows=1)[0]).backward()
     return {
         "worst": worst,
@@ -168,7 +162,7 @@ def test_each_expert_counts_in_the_norms_that_are_compared() -> None:
 
 
 def _refused(_: Any) -> dict[str, str]:
-    mesh = _mesh({"ep": 2, "tp": 1})
+    mesh = grids.mesh(ep=2, tp=1)
     batch = expert_models.batches(1)[0]
     texts = {}
     wrong: dict[str, dict[str, Any]] = {"fsdp": {"fsdp": False}, "verify": {"verify": True}}

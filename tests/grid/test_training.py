@@ -7,12 +7,11 @@ the module compiled for one rank, given the seeds of each part of the data.
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -25,11 +24,6 @@ from tests.models import zoo
 _TOLERANCE = 1e-9
 
 
-def _mesh(**axes: int) -> DeviceMesh:
-    warnings.simplefilter("ignore")
-    return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-
-
 def _compile_gpt2_with_dropout(tp: int) -> None:
     """For microbatches of one row, and for one device."""
     with grids.lifted(), shared_programs():
@@ -40,7 +34,7 @@ def _compile_gpt2_with_dropout(tp: int) -> None:
 
 
 def _gpt2_with_dropout(axes: dict[str, int], steps: int) -> dict[str, Any]:
-    mesh = _mesh(**axes)
+    mesh = grids.mesh(**axes)
     part, parts = sp_compiler.data_shard(mesh)
     with grids.lifted(), shared_programs(only_known=True):
         chosen = grids.case("gpt2", parts, dropout=0.2)
@@ -79,7 +73,7 @@ def _compile(tp: int, names: list[str], *, by_hand: bool) -> None:
 
 
 def _on_a_grid(axes: dict[str, int], names: list[str], steps: int) -> dict[str, Any]:
-    mesh = _mesh(**axes)
+    mesh = grids.mesh(**axes)
     _, parts = sp_compiler.data_shard(mesh)
     results = {}
     with grids.lifted(), shared_programs(only_known=True):
@@ -135,7 +129,7 @@ def test_gpt2_with_dropout_and_accumulation_on_two_by_two_by_two() -> None:
 
 def _mixed_precision() -> dict[str, float]:
     """Beside eager under the same FSDP2, which runs once on each of the tensor-parallel ranks."""
-    mesh = _mesh(dp_shard=2, tp=2)
+    mesh = grids.mesh(dp_shard=2, tp=2)
     part, _ = sp_compiler.data_shard(mesh)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     batch = grids.split(zoo.inputs("llama_gqa8", batch=4, seq=8), 2)[part]

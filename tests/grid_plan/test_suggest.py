@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 from typing import Any
 
@@ -35,24 +37,20 @@ def _every_plan(model: Any, inputs: Any) -> dict[GridSizes, list[GridPlan]]:
     for setting, compiled in zip(
         settings, build_settings(model, (), inputs, settings), strict=True
     ):
+        plan, tp = compiled.plan, compiled.plan.tp
+        stages = (2, 4) if setting.loss_only else (1,)
+        chain = Chain.of(compiled, plan) if setting.loss_only else Chain.uncut(plan)
         schedules = (("1f1b", None), ("interleaved", 2))
         if setting.split_backward:
             schedules = (("zero_bubble", None),)
-        for pp in (2, 4) if setting.loss_only else (1,):
-            tp = compiled.plan.tp
-            uncut = Chain.uncut(compiled.plan)
-            chain = Chain.of(compiled, compiled.plan) if pp > 1 else uncut
-            for axis in ("dp_shard", "dp_replicate"):
-                grid = GridSizes(tp, pp, **{axis: 8 // tp // pp})
-                for schedule, count in schedules:
-                    try:
-                        options = GridOptions(
-                            grid, 8 // grid.data, schedule, count, gpus_per_node=2
-                        )
-                        plan = grid_plan(compiled.plan, chain, options)
-                    except ArgumentError:  # too few microbatches, or layers
-                        continue
-                    plans.setdefault(grid, []).append(plan)
+        for pp, axis, (schedule, count) in itertools.product(
+            stages, ("dp_shard", "dp_replicate"), schedules
+        ):
+            grid = GridSizes(tp, pp, **{axis: 8 // tp // pp})
+            with contextlib.suppress(ArgumentError):  # too few microbatches, or layers
+                options = GridOptions(grid, 8 // grid.data, schedule, count, gpus_per_node=2)
+                made = grid_plan(plan, chain, options)
+                plans.setdefault(grid, []).append(made)
     return plans
 
 

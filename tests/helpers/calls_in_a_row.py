@@ -15,6 +15,8 @@ from torch.fx import Graph
 import sp_compiler
 from benchmarks.models import GPTConfig, PlainGPT
 from sp_compiler.cost.hardware import Link, hardware_of
+from sp_compiler.inductor import fused
+from sp_compiler.inductor.lowering import Traced
 
 # Communication takes a quarter of a small block's time.
 SLOW = replace(
@@ -34,9 +36,9 @@ def gpt(**options: Any) -> PlainGPT:
     return PlainGPT(config).double()
 
 
-def compiled(change: Callable[[PlainGPT], Any] = id, vocab_size: int = 2048, **options: Any) -> Any:
+def compiled(change: Callable[[PlainGPT], Any] = id, **options: Any) -> Any:
     """A module of :func:`gpt` after ``change``."""
-    model = gpt(vocab_size=vocab_size)
+    model = gpt()
     change(model)
     return sp_compiler.compile(model, example_inputs=((), INPUTS), tp=2, hardware=SLOW, **options)
 
@@ -80,6 +82,27 @@ def functions(module: Any, names: Collection[str]) -> Iterator[list[str]]:
     replaced = {name: listed(name, getattr(code, name)) for name in names}
     with mock.patch.multiple(code, **replaced):
         yield ran
+
+
+@contextmanager
+def graphs_interpreted() -> Iterator[None]:
+    """Run functions for Inductor as graphs, without the minute that compiling them takes."""
+
+    def interpreted(traced: Traced) -> Callable[[list[Any]], Any]:
+        return lambda values: traced.module(*values)
+
+    with mock.patch.object(fused, "compile_graph", interpreted):
+        yield
+
+
+def step_on_a_rank(names: Collection[str], recompute: str) -> tuple[list[str], bool]:
+    """Which of the functions ``names`` ran in backward, and whether gradients are those of a step
+    without overlap."""
+    alone, module = (compiled(overlap=each, recompute=recompute) for each in (False, True))
+    loss_of(alone).backward()
+    with functions(module, names) as ran:
+        loss_of(module).backward()
+    return ran, same(take_gradients(alone), take_gradients(module))
 
 
 def nodes_of(graph: Graph) -> list[str]:

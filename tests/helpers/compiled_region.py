@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from sp_compiler.codegen.module_text import CompiledRegion
 from sp_compiler.ir.program import Region
 from sp_compiler.passes.memory.partition import partition
@@ -12,14 +10,14 @@ from sp_compiler.passes.simplify import simplify
 from sp_compiler.trace.joint import JointGraph, trace_joint
 
 
-def compile_region(region: Region, *, recompute: str, paths: Sequence[str] = ()) -> CompiledRegion:
+def compile_region(region: Region, *, recompute: str) -> CompiledRegion:
     """Differentiate, simplify, tag, partition and print ``region``, which is sharded.
 
-    ``recompute`` is the policy; ``paths`` are the layers that use the region, for the docstring.
+    ``recompute`` is the policy.
     """
     joint = differentiate(region)
     tag_recompute(joint, recompute)
-    return CompiledRegion(region, partition(joint), joint, tuple(paths))
+    return CompiledRegion(region, partition(joint), joint, ())
 
 
 def differentiate(region: Region) -> JointGraph:

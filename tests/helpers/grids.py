@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,6 +26,12 @@ Batch = dict[str, Tensor]
 _LENGTH = 8
 MAX_NORM = 0.3
 _NORMS = (2.0, float("inf"), 3.0)
+
+
+def mesh(**axes: int) -> DeviceMesh:
+    """The mesh of a spawned rank, whose warnings nobody reads from here on."""
+    warnings.simplefilter("ignore")
+    return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 @dataclass(frozen=True)

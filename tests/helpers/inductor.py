@@ -30,11 +30,11 @@ def own_cache(folder: Path) -> Iterator[None]:
         yield
 
 
-def fused(function: Callable[..., Any], arguments: Sequence[Any], world_size: int = 2) -> Fused:
-    """``function(tp, *arguments)``, traced for these shapes."""
+def fused(function: Callable[..., Any], arguments: Sequence[Any]) -> Fused:
+    """``function(tp, *arguments)`` on two ranks, traced for these shapes."""
     result = Fused(function)
     mode = FakeTensorMode()
     fakes = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in arguments]
     with mode:
-        result(TracingRank(torch.zeros((), dtype=torch.int64), world_size), *fakes)
+        result(TracingRank(torch.zeros((), dtype=torch.int64), 2), *fakes)
     return result

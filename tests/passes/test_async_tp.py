@@ -63,7 +63,7 @@ def lowered(
 ) -> tuple[Graph, PassReport]:
     parts = Partitioned(graph, backward, num_outputs=1, saved=())
     with reporting(PassReport("async_tp")) as report:
-        return async_tp.async_tp(parts, WORLD, room=room).forward, report
+        return async_tp.async_tp(parts, WORLD, None, room, H100).forward, report
 
 
 def left_alone(graph: Graph, reason: str) -> bool:
@@ -283,11 +283,11 @@ def test_time() -> None:
         factors = [b.call(aten.t.default, w)]
         target = torch.ops.sp_compiler.all_gather_matmul.default
         fused = b.call(target, x, factors, WORLD)
-        compute = compute_us(fused)
+        compute = compute_us(fused, H100)
         link = collectives_us(node_collectives(fused), WORLD, H100)
         assert (compute < link) == (width == 64)
         expected = max(compute, link + compute / WORLD)
-        assert elapsed_us(b.output(fused), WORLD) == pytest.approx(expected)
+        assert elapsed_us(b.output(fused), WORLD, H100) == pytest.approx(expected)
 
 
 def test_time_of_the_sum() -> None:
@@ -295,11 +295,11 @@ def test_time_of_the_sum() -> None:
     b = Builder()
     x, w = b.input("x", ROWS, WIDTH), b.input("w", WIDTH, WIDTH)
     fused = b.call(MATMUL_REDUCE_SCATTER.overload, x, w, WORLD)
-    compute = compute_us(fused)
+    compute = compute_us(fused, H100)
     link = collectives_us(node_collectives(fused), WORLD, H100)
     read = ROWS * WIDTH * x.meta["val"].element_size() / H100.memory_bytes_per_us
     expected = max(compute, link + compute / WORLD) + read
-    assert elapsed_us(b.output(fused), WORLD) == pytest.approx(expected)
+    assert elapsed_us(b.output(fused), WORLD, H100) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", ["gpt2", slow("llama")])

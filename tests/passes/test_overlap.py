@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from sp_compiler.base.placement import R, S
 from sp_compiler.check.derive import derive
-from sp_compiler.cost.hardware import collective_us
+from sp_compiler.cost.hardware import H100, collective_us
 from sp_compiler.cost.memory import backward_peak_bytes
 from sp_compiler.cost.node_cost import compute_us, elapsed_us, node_collectives
 from sp_compiler.cost.step_memory import step_memory
@@ -250,13 +250,13 @@ def test_time_under_a_collective_is_counted_once() -> None:
 
     def link_us(name: str) -> float:
         (sent,) = node_collectives(nodes[name])
-        return collective_us(sent.num_bytes, sent.kind, WORLD)
+        return collective_us(sent.num_bytes, sent.kind, WORLD, H100)
 
-    kernels = [nodes[name] for name in ("wide", "g", "grad_x", "last")]
-    meanwhile = max(link_us("part"), compute_us(nodes["grad_w"]))
-    expected = link_us("full") + sum(map(compute_us, kernels)) + meanwhile
-    assert elapsed_us(graph, WORLD) == pytest.approx(expected, rel=1e-12)
-    assert elapsed_us(linear_backward(), WORLD) > elapsed_us(graph, WORLD)
+    kernels = [compute_us(nodes[name], H100) for name in ("wide", "g", "grad_x", "last")]
+    meanwhile = max(link_us("part"), compute_us(nodes["grad_w"], H100))
+    expected = link_us("full") + sum(kernels) + meanwhile
+    assert elapsed_us(graph, WORLD, H100) == pytest.approx(expected, rel=1e-12)
+    assert elapsed_us(linear_backward(), WORLD, H100) > elapsed_us(graph, WORLD, H100)
 
 
 def waits(program: CompiledProgram) -> int:

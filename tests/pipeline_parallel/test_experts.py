@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import sp_compiler
 from tests.helpers import expert_models, grids
@@ -21,18 +20,13 @@ from tests.helpers.shared_programs import compile_for_ranks, shared_programs
 _MICROBATCHES = 2
 
 
-def _mesh(**axes: int) -> DeviceMesh:
-    warnings.simplefilter("ignore")
-    return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-
-
 def _with_biases() -> torch.nn.Module:
     return expert_models.model(lambda: Grouped(bias=True))
 
 
 def _trained(folder: str) -> dict[str, Any]:
     """Three steps with clipping, two batches without the optimizer between them, a checkpoint."""
-    mesh = _mesh(pp=2, ep=2)
+    mesh = grids.mesh(pp=2, ep=2)
     part, parts = sp_compiler.data_shard(mesh)
     rows = 2 * parts * _MICROBATCHES
     chosen = grids.Case(_with_biases, lambda steps: expert_models.batches(steps, rows=rows))
@@ -106,7 +100,7 @@ def _compile(runs: _Runs) -> None:
 def _mixtures(runs: _Runs) -> dict[str, float]:
     errors: dict[str, float] = {}
     for axes, name, schedule in runs:
-        mesh = _mesh(**axes)
+        mesh = grids.mesh(**axes)
         _, parts = sp_compiler.data_shard(mesh)
         with grids.lifted(), shared_programs(only_known=True):
             chosen = grids.case(name, parts * _MICROBATCHES)

@@ -6,14 +6,13 @@ AdamW steps with clipping; ranks of different parts of the data have batches of 
 from __future__ import annotations
 
 import functools
-import warnings
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import sp_compiler
@@ -24,11 +23,6 @@ from tests.helpers.shared_programs import compile_for_ranks, shared_programs
 from tests.models import zoo
 
 _MICROBATCHES = 2
-
-
-def _mesh(**axes: int) -> DeviceMesh:
-    warnings.simplefilter("ignore")
-    return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 _Runs = list[tuple[dict[str, int], str, str, float]]
@@ -48,7 +42,7 @@ def _compile(runs: _Runs) -> None:
 def _grids(runs: _Runs, steps: int) -> dict[str, float]:
     errors: dict[str, float] = {}
     for axes, name, schedule, dropout in runs:
-        mesh = _mesh(**axes)
+        mesh = grids.mesh(**axes)
         part, parts = sp_compiler.data_shard(mesh)
         with grids.lifted(), shared_programs(only_known=True):
             chosen = grids.case(name, parts * _MICROBATCHES, dropout=dropout)
@@ -116,7 +110,7 @@ def _compile_calls() -> None:
 
 def _calls() -> None:
     """Once per step over the data axis; weights over all parts; a policy; batches that differ."""
-    mesh = _mesh(dp_shard=2, pp=2)
+    mesh = grids.mesh(dp_shard=2, pp=2)
     part, parts = sp_compiler.data_shard(mesh)
     batch = zoo.inputs("llama", batch=8, seq=8)
     batch["labels"][:3, 4:] = -100
@@ -193,7 +187,7 @@ def _with_tensor_parallelism_in_bfloat16() -> None:
 
 def _train_in_bfloat16() -> None:
     """Partial sums over "tp" are added up in bfloat16, reduced and summed in float32."""
-    mesh = _mesh(dp_shard=2, pp=2, tp=2)
+    mesh = grids.mesh(dp_shard=2, pp=2, tp=2)
     part, parts = sp_compiler.data_shard(mesh)
     batch = zoo.inputs("llama", batch=8, seq=8)
     own = grids.split(batch, parts)[part]

@@ -228,19 +228,20 @@ def test_too_many_stages_are_refused_before_the_capture(monkeypatch: pytest.Monk
 
 def test_microbatches() -> None:
     ids, position = torch.arange(12).reshape(4, 3), torch.arange(3)[None]
-    first, second = microbatches_of([ids, position, 7], ["ids", "position", "n"], 2)
+    first, second = microbatches_of([ids, position, 7], lambda: ["ids", "position", "n"], 2)
     assert torch.equal(first[0], ids[:2])
     assert torch.equal(second[0], ids[2:])
     assert first[1] is second[1] is position
     assert first[2] == second[2] == 7
     # The batch is that of the first tensor, whatever stands in front of it.
-    assert [part[1].shape[0] for part in microbatches_of([7, ids], ["n", "ids"], 2)] == [2, 2]
+    first, second = microbatches_of([7, ids], lambda: ["n", "ids"], 2)
+    assert first[1].shape[0] == second[1].shape[0] == 2
     with pytest.raises(ArgumentError, match="ids has a batch of 4, which microbatches=3"):
-        microbatches_of([ids], ["ids"], 3)
+        microbatches_of([ids], lambda: ["ids"], 3)
     with pytest.raises(ArgumentError, match="no input is a tensor with a batch"):
-        microbatches_of([7], ["n"], 2)
+        microbatches_of([7], lambda: ["n"], 2)
     with pytest.raises(UnsupportedError, match="x requires a gradient"):
-        microbatches_of([torch.zeros(4, requires_grad=True)], ["x"], 2)
+        microbatches_of([torch.zeros(4, requires_grad=True)], lambda: ["x"], 2)
 
 
 @pytest.mark.parametrize(

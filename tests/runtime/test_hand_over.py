@@ -19,16 +19,16 @@ from torch.utils.checkpoint import checkpoint
 import sp_compiler
 from benchmarks.models import PlainGPT
 from sp_compiler.base.errors import UnsupportedError
-from sp_compiler.inductor import fused
-from sp_compiler.inductor.lowering import Traced
 from tests.helpers.calls_in_a_row import (
     IDS,
     LAYERS,
     SLOW,
     compiled,
     functions,
+    graphs_interpreted,
     loss_of,
     same,
+    step_on_a_rank,
     take_gradients,
 )
 from tests.helpers.ranks import run_on_ranks
@@ -286,11 +286,7 @@ def test_a_gradient_of_a_late_gradient_is_refused(handing: Any) -> None:
 
 @pytest.mark.slow
 def test_functions_for_inductor(clock: Any) -> None:
-    def interpreted(traced: Traced) -> Callable[[list[Any]], Any]:
-        return lambda values: traced.module(*values)
-
-    # Their graphs, without the minute that compiling them takes.
-    with mock.patch.object(fused, "compile_graph", interpreted):
+    with graphs_interpreted():
         module = compiled(PlainGPT.float, backend="inductor")
         loss_of(module).backward()
         grads = take_gradients(module)
@@ -300,15 +296,6 @@ def test_functions_for_inductor(clock: Any) -> None:
         torch.testing.assert_close(grads[name], grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def _step_on_a_rank() -> tuple[list[str], bool]:
-    """What ran in backward, and whether gradients are those of a step without overlap."""
-    alone, handing = compiled(overlap=False), compiled()
-    loss_of(alone).backward()
-    with _functions(handing) as ran:
-        loss_of(handing).backward()
-    return ran, same(take_gradients(alone), take_gradients(handing))
-
-
 @pytest.mark.slow
 def test_real_ranks() -> None:
-    assert run_on_ranks(2, _step_on_a_rank) == [(_WHOLE, True)] * 2
+    assert run_on_ranks(2, step_on_a_rank, _NAMES, "selective") == [(_WHOLE, True)] * 2

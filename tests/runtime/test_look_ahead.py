@@ -15,16 +15,16 @@ from torch.utils.checkpoint import checkpoint
 
 import sp_compiler
 from benchmarks.models import PlainGPT
-from sp_compiler.inductor import fused
-from sp_compiler.inductor.lowering import Traced
 from tests.helpers.calls_in_a_row import (
     IDS,
     LAYERS,
     SLOW,
     compiled,
     functions,
+    graphs_interpreted,
     loss_of,
     same,
+    step_on_a_rank,
     take_gradients,
 )
 from tests.helpers.ranks import run_on_ranks
@@ -209,30 +209,18 @@ def test_layers_without_gradients_are_not_recomputed(clock: Any) -> None:
 
 
 @pytest.mark.slow
-def test_functions_for_inductor_read_both_layers(clock: Any) -> None:
-    def interpreted(traced: Traced) -> Callable[[list[Any]], Any]:
-        return lambda values: traced.module(*values)
-
-    # Their graphs, without the minute that compiling them takes.
-    with mock.patch.object(fused, "compile_graph", interpreted):
-        # With so little memory that a function reads the inputs of both layers.
-        module = _compiled(PlainGPT.float, vocab_size=512, backend="inductor")
-        loss_of(module).backward()
+def test_functions_for_inductor(clock: Any) -> None:
+    with graphs_interpreted():
+        module = _compiled(PlainGPT.float, backend="inductor")
+        with _functions(module) as ran:
+            loss_of(module).backward()
+        assert ran == _WHOLE
         grads = take_gradients(module)
         checkpoint(loss_of, module, use_reentrant=False).backward()
     for name, grad in take_gradients(module).items():
         torch.testing.assert_close(grads[name], grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def _step_on_a_rank() -> tuple[list[str], bool]:
-    """What ran in backward, and whether gradients are those of a step without overlap."""
-    alone, ahead = _compiled(overlap=False), _compiled()
-    loss_of(alone).backward()
-    with _functions(ahead) as ran:
-        loss_of(ahead).backward()
-    return ran, same(take_gradients(alone), take_gradients(ahead))
-
-
 @pytest.mark.slow
 def test_real_ranks() -> None:
-    assert run_on_ranks(2, _step_on_a_rank) == [(_WHOLE, True)] * 2
+    assert run_on_ranks(2, step_on_a_rank, _NAMES, "full") == [(_WHOLE, True)] * 2

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sp_compiler.cost.hardware import H100
 from sp_compiler.passes.memory.candidates import problem
 from sp_compiler.solve.recompute_frontier import Choice, ForwardValue, evaluate, frontier
 from sp_compiler.solve.recompute_frontier import cheapest as cheapest_kept
@@ -132,13 +133,13 @@ def _small() -> JointGraph:
 
 def test_a_block_of_up_to_fourteen_candidates_is_solved_like_brute_force() -> None:
     joint = _small()
-    nodes, values = problem(joint, 1)
+    nodes, values = problem(joint, 1, frozenset(), H100)
     assert 10 <= sum(value.can_keep for value in values) <= 14
     _assert_solved(values)
     # What the model returns is there until backward in any case.
     position = nodes.index(joint.outputs[0])
     assert values[position].num_bytes > 0
-    assert problem(joint, 1, free=frozenset({0}))[1][position].num_bytes == 0
+    assert problem(joint, 1, frozenset({0}), H100)[1][position].num_bytes == 0
 
 
 @pytest.mark.parametrize("missing_bytes", [1, 1024])

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -49,21 +49,27 @@ _WRITTEN_WHOLE = tuple(
 _View = Callable[[Tensor], Tensor]
 
 
+def handle(operations: Iterable[Any], handler: Callable[..., Any]) -> None:
+    """Have DTensor call ``handler(operation, args, kwargs)`` for ``operations``, for the
+    process."""
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers.update(dict.fromkeys(operations, handler))
+
+
+def overloads_of(packets: Iterable[Any]) -> list[Any]:
+    """Return all overloads of ``packets``."""
+    return [getattr(packet, name) for packet in packets for name in packet.overloads()]
+
+
 @functools.cache
 def write_through_views() -> None:
     """Make writes into views of DTensors reach the ranks that have the elements, for the
     process."""
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    for packets, handler in (
-        (_GATHERING, _take_view),
-        (_WRITTEN_WHOLE, write_whole),
-        ([torch.ops.aten.squeeze_], _squeeze),
-    ):
-        for packet in packets:
-            for overload in packet.overloads():
-                handlers[getattr(packet, overload)] = handler
+    handle(overloads_of(_GATHERING), _take_view)
+    handle(overloads_of(_WRITTEN_WHOLE), write_whole)
+    handle(overloads_of([torch.ops.aten.squeeze_]), _squeeze)
     # ``weight[0] = 1.0``, which has no rule. Other fills have one.
-    handlers[torch.ops.aten.fill_.Tensor] = write_whole
+    handle([torch.ops.aten.fill_.Tensor], write_whole)
     if TorchVersion(torch.__version__) < "2.12":
         _dispatch_to_views()
 

@@ -62,10 +62,14 @@ from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.ir.fx import named_arguments
 from sp_compiler.module.dtensors.gathered_views import (
     full_value,
+    handle,
+    overloads_of,
     replicated,
     run_past_handlers,
+    write_through_views,
     write_whole,
 )
+from sp_compiler.module.dtensors.plain_operands import take_plain_operands
 
 _FUSED_STEPS = tuple(
     getattr(packet, overload)
@@ -114,6 +118,23 @@ _MEAN, _SUM = 1, 2  # of ATen's enum Reduction
 _OPERATION = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
+def patch_dtensors() -> None:
+    """Install all patches of DTensor, for the process; a second call does nothing."""
+    check_sharded_gradients_first()
+    convolve_whole_dims()
+    divide_by_all_elements()
+    divide_by_whole_sums()
+    draw_whole_tensors()
+    fill_pending_sums()
+    format_as_numbers()
+    read_true_numbers()
+    scan_whole_dims()
+    step_local_parts()
+    reduce_all_dims()
+    take_plain_operands()
+    write_through_views()
+
+
 def check_sharded_gradients_first() -> None:
     """Install this order for the process; a second call does nothing."""
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
@@ -126,35 +147,28 @@ def check_sharded_gradients_first() -> None:
 @functools.cache
 def step_local_parts() -> None:
     """Make fused optimizers step on the local parts of DTensors, for the process."""
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    for operation in _FUSED_STEPS:
-        handlers[operation] = _step_local_parts
+    handle(_FUSED_STEPS, _step_local_parts)
 
 
 @functools.cache
 def draw_whole_tensors() -> None:
     """Make operations that fill a DTensor with random numbers draw all of it, for the process."""
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    for packet in _DRAWN:
-        for overload in packet.overloads():
-            handlers[getattr(packet, overload)] = _draw_whole
+    handle(overloads_of(_DRAWN), _draw_whole)
 
 
 @functools.cache
 def read_true_numbers() -> None:
     """Make ``bool``, ``int``, ``float`` and ``item()`` of a DTensor sum it up first, and
     ``torch.allclose`` read it, for the process."""
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    for operation in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.allclose.default):
-        handlers[operation] = _read_number
+    handle(
+        [torch.ops.aten._local_scalar_dense.default, torch.ops.aten.allclose.default], _read_number
+    )
 
 
 @functools.cache
 def divide_by_all_elements() -> None:
     """Make means of losses, and their gradients, those over all ranks, for the process."""
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    for operation in _LOSSES_OF_ELEMENTS:
-        handlers[operation] = _mean_over_all
+    handle(_LOSSES_OF_ELEMENTS, _mean_over_all)
 
 
 @functools.cache
@@ -163,24 +177,20 @@ def convolve_whole_dims() -> None:
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     for operation in _CONVOLUTIONS:
         handlers[operation] = functools.partial(_convolve, handlers[operation])
-    for operation in _POOLS:
-        handlers[operation] = _pool
+    handle(_POOLS, _pool)
 
 
 @functools.cache
 def reduce_all_dims() -> None:
     """Make sums, means and others over an empty list of dims those over all of them, for the
     process."""
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    for operation in _OVER_ALL_DIMS:
-        handlers[operation] = _reduce
+    handle(_OVER_ALL_DIMS, _reduce)
 
 
 @functools.cache
 def fill_pending_sums() -> None:
     """Make ``fill_`` of a DTensor whose sums are pending fill the sum, for the process."""
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    handlers[torch.ops.aten.fill_.Scalar] = _fill
+    handle([torch.ops.aten.fill_.Scalar], _fill)
 
 
 @functools.cache

@@ -28,7 +28,7 @@ class Invocation:
         self,
         run: Callable[..., tuple[Any, ...]],
         forms: Callable[[], BlockForms],
-        autocast: Autocast = (),
+        autocast: Autocast,
     ) -> None:
         self.run = run
         self.autocast = autocast
@@ -50,7 +50,7 @@ class Invocation:
         return latest
 
     def seen_inputs(self, values: Sequence[Any]) -> Shown:
-        """What forward hooks see of ``values``, which the block has been called with."""
+        """Return what forward hooks see of ``values``, which the block was called with."""
         # An error before the block ran, after which only hooks run that want to see that, too.
         return self._inputs or self.inputs(values)
 

@@ -267,11 +267,11 @@ class BlockForms:
         return cls(tp, call.path, [form for _, form in values], seen, made, results)
 
     def inputs(self, values: Sequence[Any], *, are_gradients: bool = False) -> Shown:
-        """What the block computes from."""
+        """Return the inputs of the block as hooks see them."""
         return self._shown(values, self.given, self.seen, are_gradients)
 
     def outputs(self, values: Sequence[Any], *, are_gradients: bool = False) -> Shown:
-        """What the block returns."""
+        """Return the outputs of the block as hooks see them."""
         return self._shown(values, self.made, self.results, are_gradients)
 
     def _shown(

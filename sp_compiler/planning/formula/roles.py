@@ -149,21 +149,8 @@ def _of_region(
         factors = matmul_factors(node)
         if node.target in FUSED_ATTENTION:
             yield from _attention(*operands[:3])
-        elif node.target in _SOFTMAX and (found := _queries(node, params, shape)) is not None:
-            queries, is_mixed = found
-            attended = _attended(node, params)
-            (scores,) = operands
-            heads = _heads(scores)
-            rows, width = shape(queries)[-2:]
-            # Of a chunk of queries all of them have the role; other slices, such as one of a table
-            # of positions, are the sequence themselves.
-            rows = uncut(rows) if node.meta.get("chunk") == "part" else rows
-            yield from _core(heads, rows, width)
-            # Where weights mix the heads, those of queries and values are dims of their own.
-            mixed = (queries, attended) if is_mixed else ()
-            yield from (Role("a", _heads(shape(each))) for each in mixed if each is not None)
-            if attended is not None:
-                yield Role("d", shape(attended)[-1])
+        elif node.target in _SOFTMAX:
+            yield from _of_softmax(node, params, shape)
         elif node.target in _LOSS:
             yield Role("v", operands[0][-1])
         elif node.target is aten.topk.default:
@@ -174,6 +161,26 @@ def _of_region(
             # Both ends: what a linear reads is the hidden width as well, unless a linear made it.
             linears.read.append(shape(factors[0])[feature])
             linears.made.update(*(unknowns(made[feature]) for made in values[node.name]))
+
+
+def _of_softmax(softmax: Node, params: set[Node], shape: Callable[[Node], Shape]) -> Iterator[Role]:
+    """Return the roles in attention that is written out, if the softmax is one of scores."""
+    found = _queries(softmax, params, shape)
+    if found is None:
+        return
+    queries, is_mixed = found
+    attended = _attended(softmax, params)
+    (scores,) = map(shape, tensor_operands(softmax))
+    rows, width = shape(queries)[-2:]
+    # Of a chunk of queries all of them have the role; other slices, such as one of a table of
+    # positions, are the sequence themselves.
+    rows = uncut(rows) if softmax.meta.get("chunk") == "part" else rows
+    yield from _core(_heads(scores), rows, width)
+    # Where weights mix the heads, those of queries and values are dims of their own.
+    mixed = (queries, attended) if is_mixed else ()
+    yield from (Role("a", _heads(shape(each))) for each in mixed if each is not None)
+    if attended is not None:
+        yield Role("d", shape(attended)[-1])
 
 
 def _params(graph: Graph, region: Region) -> set[Node]:

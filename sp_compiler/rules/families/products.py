@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -179,16 +180,19 @@ def _grouped_mm_backward(node: Node) -> OpRule:
 
 def _local_groups(call: LocalCall) -> int:
     """The groups of channels that one rank has."""
-    given, weight = call.arguments, call.shape("weight")
+    is_backward = "grad_output" in call.arguments
+    result = call.shape("grad_output") if is_backward else call.result_shapes[0]
+    return _groups(call.arguments, call.shape("input"), call.shape("weight"), result)
+
+
+def _groups(
+    given: Mapping[str, Any], image: Sequence[int], weight: Sequence[int], result: Sequence[int]
+) -> int:
+    """The number of groups, from the shapes: the argument may be that of another part."""
     # A weight has the inputs of one group, one that is transposed the outputs.
-    if not given.get("transposed", False):
-        image = call.shape("input")
-    elif "grad_output" in given:
-        image = call.shape("grad_output")
-    else:
-        image = call.result_shapes[0]
+    channels = result if given.get("transposed", False) else image
     # From the end: there may be no batch dim.
-    return image[1 - len(weight)] // weight[1]
+    return channels[1 - len(weight)] // weight[1]
 
 
 @rule(
@@ -211,12 +215,9 @@ def _convolution(node: Node) -> OpRule | None:
 def _channels(
     node: Node, image: Sequence[int], weight: Sequence[int], result: Sequence[int]
 ) -> tuple[Dim, Dim, Dims]:
-    """Factors of the channels of a convolution's input and output, and dims of its weight.
-
-    The number of groups follows from the shapes; the argument may be that of one rank.
-    """
-    is_transposed = arguments(node).get("transposed", False)
-    groups = (result if is_transposed else image)[1] // weight[1]
+    """Factors of the channels of a convolution's input and output, and dims of its weight."""
+    given = arguments(node)
+    groups = _groups(given, image, weight, result)
     if not groups:  # shapes that a check tries
         raise ArgumentError(f"{node.name}: a weight {tuple(weight)} is of more channels")
     inner, outer = private((image[1] // groups,), "c")[0], private((result[1] // groups,), "o")[0]
@@ -225,7 +226,7 @@ def _channels(
     if groups == 1:
         shared, outer = (), (Factor("o", result[1]),)
     channels, out = (*shared, *inner), (*shared, *outer)
-    of_weight = (channels, outer) if is_transposed else (out, inner)
+    of_weight = (channels, outer) if given.get("transposed", False) else (out, inner)
     return channels, out, (*of_weight, *private(weight[2:], "w"))
 
 

@@ -180,13 +180,14 @@ class FailureBoard:
                 time.sleep(pause_s)
                 # Ranks arrive together as a rule; who waits longer need not ask so often.
                 pause_s = min(2 * pause_s, LOOK_EVERY.total_seconds())
-                if pause_s == LOOK_EVERY.total_seconds():
-                    try:
-                        wait.look()
-                    except RankFailureError:
-                        # A rank that was faster may have raised for what these texts say.
-                        if not self.store.check(keys):
-                            raise
+                if pause_s < LOOK_EVERY.total_seconds():
+                    continue
+                try:
+                    wait.look()
+                except RankFailureError:
+                    # A rank that was faster may have raised for what these texts say.
+                    if not self.store.check(keys):
+                        raise
         return [self.store.get(key).decode() for key in keys]
 
     def _unusable(self, timeout: timedelta) -> str | None:

@@ -41,7 +41,7 @@ class SetBuffers:
 
 
 @contextlib.contextmanager
-def set_buffers_written(model: nn.Module, left: Collection[str] = ()) -> Iterator[SetBuffers]:
+def set_buffers_written(model: nn.Module, left: Collection[str]) -> Iterator[SetBuffers]:
     """While ``model`` is exported: its forward writes into the buffers that it sets.
 
     Args:

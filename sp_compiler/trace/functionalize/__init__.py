@@ -33,9 +33,9 @@ from sp_compiler.ir.rewriting import fake_mode_of, inherit, make_call, replace_r
 from sp_compiler.trace.functionalize.composites import call_signature, is_composite, trace_call
 from sp_compiler.trace.functionalize.hidden_writes import (
     is_itself,
+    mutates,
     refuse_hidden_writes,
     storages,
-    writes,
     written,
 )
 from sp_compiler.trace.functionalize.regions import (
@@ -62,7 +62,7 @@ def functionalize(exported: ExportedProgram) -> ExportedProgram:
         UnsupportedError: a write that its tensor's gradient would not notice.
     """
     module = exported.graph_module
-    is_written = any(map(writes, _nodes(module)))
+    is_written = any(map(mutates, _nodes(module)))
     if is_written:
         refuse_hidden_writes(module)
     _prepare_subgraphs(module, is_written)
@@ -204,14 +204,15 @@ def _prepare_subgraphs(module: GraphModule, is_written: bool, records: bool = Tr
 def _detach_what_is_written(graph: Graph) -> None:
     """Detach what operators write into a tensor, which outside of the region may have a gradient
     later."""
-    for node in filter(writes, list(graph.nodes)):
+    for node in filter(mutates, list(graph.nodes)):
         targets = written(node)
-        for source in node.all_input_nodes:
-            if source not in targets and _is_tensor(source):
-                detach, meta = _aten.detach.default, {"val": source.meta["val"]}
-                where: Any = {"like": node, "origin": Pass.EXPORT, "meta": meta}
-                with graph.inserting_before(node):
-                    node.replace_input_with(source, make_call(graph, detach, (source,), **where))
+        for source in [x for x in node.all_input_nodes if x not in targets and _is_tensor(x)]:
+            with graph.inserting_before(node):
+                detached = make_call(
+                    graph, _aten.detach.default, (source,), like=node, origin=Pass.EXPORT,
+                    meta={"val": source.meta["val"]},
+                )  # fmt: skip
+            node.replace_input_with(source, detached)
 
 
 def _detach_new_values(body: GraphModule) -> set[StorageWeakRef]:

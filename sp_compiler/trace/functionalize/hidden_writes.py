@@ -49,7 +49,7 @@ _WITHOUT_GRADIENT = frozenset(
 )
 
 
-def writes(node: Node) -> bool:
+def mutates(node: Node) -> bool:
     """Return whether the operator writes in place, by its schema."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
@@ -79,7 +79,7 @@ def storages(value: Any) -> list[StorageWeakRef]:
 def is_itself(node: Node) -> bool:
     """Return whether the operator has returned its operand, the same object: ``x.float()`` of
     float32, ``x.add_(y)``. What uses ``x`` afterwards is recorded as a user of this node."""
-    if writes(node):
+    if mutates(node):
         return written(node) == [node.args[0]] and storages(node) == storages(node.args[0])
     if node.target in _DROPOUTS:
         # By its arguments: the tracer runs another operator, which returns a new tensor.
@@ -172,7 +172,7 @@ class _Walk:
             raise UnsupportedError(f"{_DETACHES}{node_origin(node)}")
         own = set(storages(node))
         recorded = [source for source in sources if records and source not in detached]
-        if writes(node):
+        if mutates(node):
             self.refuse_reads(recorded)
             targets = written(node)
             for target in targets:

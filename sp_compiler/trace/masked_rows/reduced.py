@@ -71,7 +71,7 @@ class Reductions:
         return True
 
     def _not_broadcast(self, node: Node) -> bool:
-        """What the losses of torch call first, with operands of one shape."""
+        """Remove a broadcast of operands of one shape, which losses of torch begin with."""
         operands: list[Node] = node.args[0]
         first, *others = (shape_of(each) for each in operands)
         if not all(same_shape(first, shape) for shape in others):

@@ -39,11 +39,24 @@ def test_on_the_host_a_wrong_id_is_an_error_at_once(wrong: int) -> None:
 def test_on_a_device_ids_are_noted_and_not_read() -> None:
     """Reading a number of "meta" raises, as it would wait on a GPU."""
     tp = Communicator(None, 0, 1)
+    tp.id_checks.settle()
     ids = torch.empty(2, 3, dtype=torch.int32, device="meta")
     assert checked_ids(tp, ids, 5, None, _WHAT, 1).dtype == torch.int32
     assert not checked_ids(tp, ids[:0], 5, None, _WHAT, 1).numel()
     (noted,) = tp.id_checks._noted
     assert (noted.size, noted.bounds.shape, noted.bounds.device.type) == (5, (2,), "meta")
+
+
+def test_on_a_device_a_backward_that_recomputes_notes_nothing() -> None:
+    """Its notes would come with the next forward's, and a wrong id be told twice."""
+    tp = Communicator(None, 0, 1)
+    ids = torch.empty(2, 3, dtype=torch.int64, device="meta")
+    with tp.id_checks.collected() as noted:
+        tp.id_checks.settle()
+        checked_ids(tp, ids, 5, None, _WHAT, 1)
+        tp.id_checks.send()
+        checked_ids(tp, ids, 5, None, _WHAT, 1)
+    assert len(noted) == 1
 
 
 def test_what_the_lookup_gets_is_in_range(monkeypatch: pytest.MonkeyPatch) -> None:

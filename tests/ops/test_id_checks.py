@@ -39,6 +39,16 @@ def test_without_a_backward_one_call_later_still() -> None:
         checks.settle()
 
 
+def test_ids_of_a_forward_that_failed_are_not_told_with_those_of_the_next() -> None:
+    checks = IdChecks()
+    checks.settle()
+    checks.note(_bounds(0, 10))
+    checks.settle()
+    checks.note(_bounds(0, 9))
+    checks.send()
+    checks.settle()
+
+
 def test_what_is_recorded_is_checked_with_each_replay() -> None:
     checks = IdChecks()
     with checks.collected() as noted:

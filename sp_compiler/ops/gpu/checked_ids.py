@@ -33,10 +33,11 @@ def checked_ids(
     """
     is_ignored = None if ignored is None else ids == ignored
     looked_up = ids if is_ignored is None else ids.masked_fill(is_ignored, 0)
+    is_on_host = ids.device.type == "cpu"
     # Ids of simulated ranks are those of one rank, which were looked at.
-    if isinstance(tp.rank, int) and ids.numel():
+    if isinstance(tp.rank, int) and ids.numel() and (is_on_host or tp.id_checks.wanted):
         low, high = looked_up.aminmax()
-        if ids.device.type == "cpu":
+        if is_on_host:
             require_in_range(int(low), int(high), size, what)
         else:
             tp.id_checks.note(IdBounds(torch.stack([low, high]).long(), size, what))

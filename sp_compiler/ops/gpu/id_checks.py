@@ -48,9 +48,15 @@ class _Sent:
 
 
 class IdChecks:
-    """Checks of the ids of one rank's calls."""
+    """Checks of the ids of one rank's calls.
+
+    Attributes:
+        wanted: whether a forward runs. A backward that recomputes lookups has the ids of its
+            forward, which were noted: noted again, a wrong one would be told twice.
+    """
 
     def __init__(self) -> None:
+        self.wanted = False
         self._noted: list[IdBounds] = []
         self._sent: list[_Sent] = []
         self._is_collecting = False
@@ -69,7 +75,8 @@ class IdChecks:
             self._noted, self._is_collecting = before, False
 
     def send(self) -> None:
-        """Let the device tell what was noted."""
+        """Let the device tell what was noted: the forward has run."""
+        self.wanted = False
         if not self._noted or self._is_collecting:
             return
         copy = HostCopy(torch.stack([each.bounds for each in self._noted]))
@@ -77,13 +84,16 @@ class IdChecks:
         self._noted = []
 
     def settle(self) -> None:
-        """Raise an error if ids of an earlier call were out of range; on every rank alike.
+        """Raise an error if ids of an earlier call were out of range, on every rank alike; else
+        another forward may run.
 
         Raises:
             IndexError: with the id, and what it was to be found in.
         """
+        self.wanted = True
         if self._is_collecting:
             return
+        self._noted = []  # of a forward that failed
         # The device still has the backward of the last call to do while the host waits for its
         # forward. Without a backward it would run dry: the host waits for the call before.
         keep = 0 if self._sent and self._sent[-1].trains else 1

@@ -96,7 +96,7 @@ class RecordedStep:
         outputs = self._forward.record(self._run)
         # Not of the pool: replays use it for as long as there are any.
         self._workspaces = workspaces()
-        self._id_bounds = list(noted)  # without those that backward looks up again
+        self._id_bounds = list(noted)
         # Without autograd's graph, which holds the activations until the backward is recorded.
         self._outputs = [x.detach() if isinstance(x, Tensor) else x for x in outputs]
         tensors = tensors_of(outputs)

@@ -24,6 +24,8 @@ _aten = torch.ops.aten
 DEVICES = ("cuda",)
 """Types of devices whose own check ends their use."""
 _LOOKUPS = (_aten.embedding.default, _aten.embedding_bag.padding_idx)
+# The second where it is not of rows of log_softmax, of which the first is made.
+_LOSSES = (_aten.cross_entropy_loss.default, _aten.nll_loss_nd.default)
 
 
 def check_ids(graph: Graph) -> None:
@@ -31,7 +33,7 @@ def check_ids(graph: Graph) -> None:
     for node in calls(graph, *_LOOKUPS):
         table, ids = node.args[:2]
         _check(node, ids, shape_of(table)[0], None, "an embedding of {} rows")
-    for node in calls(graph, _aten.cross_entropy_loss.default):
+    for node in calls(graph, *_LOSSES):
         given = arguments(node)
         target = given["target"]
         if not target.meta["val"].is_floating_point():  # otherwise probabilities of all classes

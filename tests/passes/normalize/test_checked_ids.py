@@ -25,6 +25,7 @@ def _model(table: Tensor, bags: Tensor, ids: Tensor) -> Tensor:
     logits = F.embedding(ids, table) + F.embedding_bag(ids.view(3, 1), bags)
     image = logits.view(1, 8, 3).expand(3, 8, 3)
     of_pixels = F.cross_entropy(image, ids.expand(3, 3), ignore_index=0)
+    of_pixels = of_pixels + F.nll_loss(image.log_softmax(1), ids.expand(3, 3), ignore_index=2)
     return F.cross_entropy(logits, ids) + F.cross_entropy(logits[0], ids[0]) + of_pixels
 
 
@@ -37,6 +38,7 @@ def test_in_front_of_lookups_and_losses() -> None:
         "5, None, 'an embedding of {} rows', 1) : i64[3]",
         "9, None, 'an embedding of {} rows', 1) : i64[3]",
         "8, 0, 'a loss over {} classes, as target', 1) : i64[9]",
+        "8, 2, 'a loss over {} classes, as target', 1) : i64[3, 3]",
         "8, -100, 'a loss over {} classes, as target', 1) : i64[3]",
         "8, -100, 'a loss over {} classes, as target', 1) : i64[]",
     ]

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise, product
 
-from sp_compiler.solve.block_schedule import Block, peak_bytes
+from sp_compiler.solve.block_schedule import Block, peak_bytes, simulate
 from sp_compiler.solve.schedule_bound import least_us
 from sp_compiler.solve.schedule_walk import Fitting, Walked, Wishes, as_given, walked
 
@@ -71,13 +71,18 @@ class ListSchedule:
 
     def order(self, limit_bytes: int, *, thorough: bool = False) -> list[int]:
         """Return what :func:`list_schedule` does; ``thorough``: after a longer search from there
-        on."""
+        on, which finds no order that takes longer."""
         limit_bytes = max(limit_bytes, self.block.given_bytes)
+        best = self._search(limit_bytes, thorough=thorough)
+        if thorough and best is self._search(limit_bytes, thorough=False):
+            return self.order(limit_bytes)
         key = limit_bytes, thorough
         if key not in self._orders:
-            order = self._search(limit_bytes, thorough=thorough).order
-            order = _late_waits(self.block, order, limit_bytes)
-            self._orders[key] = _tidy(self.block, order, limit_bytes)
+            order = _late_waits(self.block, best.order, limit_bytes)
+            orders = [_tidy(self.block, order, limit_bytes)]
+            if thorough:  # of two that took equally long, later waits can make the other quicker
+                orders.append(self.order(limit_bytes))
+            self._orders[key] = min(orders, key=lambda order: simulate(self.block, order).time_us)
         return self._orders[key]
 
     def _search(self, limit_bytes: int, *, thorough: bool) -> Walked:

@@ -160,8 +160,9 @@ def test_the_same_block_gets_the_same_order() -> None:
 
 def test_a_thorough_search_goes_on_from_the_order_that_was_compared() -> None:
     shorter = 0
-    for seed in range(33):
-        block = random_block(seed, 12)
+    # In blocks 0 and 15 later waits make up for more than the longer search.
+    for seed in range(22):
+        block = with_scratch_of_waits(random_block(seed, 12), seed)
         tight, _ = limits(block)
         search = ListSchedule(block)
         orders = [search.order(tight, thorough=thorough) for thorough in (False, True)]
@@ -170,7 +171,7 @@ def test_a_thorough_search_goes_on_from_the_order_that_was_compared() -> None:
         assert peak_bytes(block, orders[1]) <= tight
         assert thorough_us <= compared_us, seed
         shorter += thorough_us < compared_us
-    assert shorter >= 3
+    assert shorter >= 5
 
 
 def kernel(time_us: float, *needs: int) -> Task:

@@ -173,7 +173,7 @@ def _row(mesh: Any, name: str, schedule: str, recompute: str) -> Row:
         if parameter_name in pipeline._ties.holders:
             parameter.grad = None
     with PeakRecorder() as recorder:
-        ((_, runner),) = pipeline._runners.values()
+        (runner,) = pipeline._runners.values()
         kept = _Kept(recorder, outside, runner)
         with kept.reading(), _before_reductions(pipeline, outside), _without_numbers(outside):
             pipeline.step(**batch)

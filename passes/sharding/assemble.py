@@ -135,10 +135,10 @@ def assemble_unsharded(
     lowered = {}
     for region, source in zip(program.regions, opened.regions, strict=True):
         values = facts[id(region)]
-        chosen = {
-            node: Strategy((I,) * len(tensor_operands(node)), (I,) * len(results_of(node)))
-            for node in values.rules
-        }
+        chosen = {}
+        for node in values.rules:
+            operands, results = (I,) * len(tensor_operands(node)), (I,) * len(results_of(node))
+            chosen[node] = Strategy(operands, results, whole=tuple(range(len(results))))
         inputs, outputs = [I] * len(region.input_kinds), [I] * len(region.outputs)
         lowered[id(source)] = lower(source, values, chosen, inputs, outputs, example, 1)
     calls = [Call(lowered[id(call.region)], call.path, call.args) for call in opened.calls]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import sp_compiler
 from sp_compiler.base.placement import Placement, S
 from tests.helpers import parity
 from tests.helpers.open_sizes import assert_right, open_program
@@ -99,6 +100,19 @@ def test_channels_stay_sharded(
     step = parity.simulate(case, compiled)
     assert parity.output_error(step, case) < 1e-10
     assert parity.gradient_error(step.grads, case.grads) < 1e-10
+
+
+def test_bags_on_one_rank() -> None:
+    """Without a gradient, torch returns the sizes of bags in another shape."""
+    bags = nn.EmbeddingBag(6, 4, include_last_offset=True).double()
+    call = torch.tensor([0, 5, 3]), torch.tensor([0, 1, 3])
+    expected = bags(*call)
+    (gradient,) = torch.autograd.grad(expected.square().sum(), bags.weight)
+    module = sp_compiler.compile(bags, tp=1)
+    rows = module(*call)
+    torch.testing.assert_close(rows, expected)
+    (found,) = torch.autograd.grad(rows.square().sum(), list(module.parameters()))
+    torch.testing.assert_close(found, gradient)
 
 
 def test_images_in_other_batches() -> None:

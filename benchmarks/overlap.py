@@ -359,6 +359,11 @@ def _gap_text(gap: Gap) -> str:
     return f"{most}{gap.longer:.1%}, {gap.schedule_s:.2f} s, {gap.exact_s:.2f} s"
 
 
+def _print_head(*columns: str) -> None:
+    print(f"| {' | '.join(columns)} |")
+    print(f"|{' --- |' * len(columns)}")
+
+
 def main() -> None:
     """Print a table in Markdown."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -369,24 +374,20 @@ def main() -> None:
     parser.add_argument("--steps", action="store_true", help="compare the times of steps")
     options = parser.parse_args()
     if options.steps:
-        print("| model | recompute | step | kept | peak |")
-        print("| --- | --- | --- | --- | --- |")
+        _print_head("model", "recompute", "step", "kept", "peak")
         for name in options.models:
             print_steps(name)
         return
     if options.half_batches:
-        print("| model | communication | full batch, ms | peak | half batches, ms | peak |")
-        print("| --- | --- | --- | --- | --- | --- |")
+        _print_head("model", "communication", "full batch, ms", "peak", "half batches, ms", "peak")
         for name in options.models:
             print_half_batches(name)
-        print("| model | recompute |", " | ".join(f"{share:.0%}" for share in SHARES), "|")
-        print(f"| --- | --- {'| --- ' * len(SHARES)}|")
+        _print_head("model", "recompute", *(f"{share:.0%}" for share in SHARES))
         for name in options.models:
             print_half_backwards(name, options.recompute)
         return
-    head = "exposed | at least | alone | peak, without | recompute | hidden | longer"
-    print(f"| model | recompute | communication | {head} |")
-    print(f"| --- | --- | --- {'| --- ' * (head.count('|') + 1)}|")
+    figures = "exposed", "at least", "alone", "peak, without", "recompute", "hidden", "longer"
+    _print_head("model", "recompute", "communication", *figures)
     for name in options.models:
         for row in rows(name, options.recompute, options.exact):
             gap = "" if row.gap is None else _gap_text(row.gap)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -170,6 +170,27 @@ def test_each_argument_is_read_as_itself() -> None:
 
 
 @pytest.mark.slow
+def test_results_in_one_memory_share_a_version() -> None:
+    """A kernel returns parts of its memory as tensors that know nothing of each other."""
+    x = torch.ones(2, 3)
+    compiled = fused(lambda tp, x: (x.t(), x + 1, (x + 1).flatten()), [x])
+    part = torch.ops.inductor._reinterpret_tensor
+    made: list[Tensor] = []
+
+    def kernels(values: list[Tensor]) -> Sequence[Tensor]:
+        made[:] = [values.pop() + 1]
+        return part(x, (3, 2), (1, 3), 0), made[0], part(made[0], (6,), (1,), 0)
+
+    with mock.patch("sp_compiler.inductor.fused.compile_graph", return_value=kernels):
+        for _ in range(2):  # what the first call tells is used in the second
+            first, second, third = compiled(Communicator(None, 0, 1), x)
+            assert first._base is x
+            assert second is made[0]
+            second.zero_()
+            assert second._version == third._version == 1
+            assert not third.any()
+
+
 def test_rows_that_are_added_to_their_own_tensor() -> None:
     """Inductor adds in place, and must not read what it has changed."""
 

@@ -194,18 +194,23 @@ def _written_values_awaited() -> Iterator[None]:
 
     To fuse loops over other sizes, Inductor's C++ backend finds anew what an operator reads, and
     forgets that it is what a scatter has made of a buffer: it reads the buffer as it was before
-    (https://github.com/pytorch/pytorch/pull/185873).
+    (https://github.com/pytorch/pytorch/pull/185873). Torch 2.11 also forgets what it must wait for.
     """
+    from torch._inductor.dependencies import Dep, StarDep, WeakDep
     from torch._inductor.scheduler import SchedulerNode
+    from torch.utils._ordered_set import OrderedSet
 
     recompute = SchedulerNode.recompute_size_and_body
 
     @functools.wraps(recompute)
-    def and_rename(node: SchedulerNode, *args: Any, **kwargs: Any) -> None:
+    def and_restore(node: SchedulerNode, *args: Any, **kwargs: Any) -> None:
+        reads = node.read_writes.reads
+        waits = OrderedSet[Dep](dep for dep in reads if isinstance(dep, (StarDep, WeakDep)))
         recompute(node, *args, **kwargs)
-        node.set_read_writes(node.read_writes.rename(node.mutation_renames))
+        found = node.read_writes.with_read(waits)
+        node.set_read_writes(found.rename(node.mutation_renames))
 
-    with mock.patch.object(SchedulerNode, "recompute_size_and_body", and_rename):
+    with mock.patch.object(SchedulerNode, "recompute_size_and_body", and_restore):
         yield
 
 

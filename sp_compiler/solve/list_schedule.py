@@ -60,9 +60,8 @@ class ListSchedule:
         self.least_us = least_us(block)
         self.block, self._walked = block, _with_room_to_arrive(block)
         self._first: dict[int, Walked] = {}  # the best of the first walks, by the limit
-        # By the limit, and whether the search was thorough.
-        self._found: dict[tuple[int, bool], Walked] = {}
-        self._orders: dict[tuple[int, bool], list[int]] = {}
+        self._compared: dict[int, Walked] = {}  # the best of a search that is not thorough, too
+        self._orders: dict[tuple[int, bool], list[int]] = {}  # by the limit and thoroughness
 
     def quick_us(self, limit_bytes: int) -> float:
         """Return about the time of :meth:`order`, to compare blocks: that of walks as priorities
@@ -75,26 +74,25 @@ class ListSchedule:
         limit_bytes = max(limit_bytes, self.block.given_bytes)
         key = limit_bytes, thorough
         if key not in self._orders:
-            order = self._search(limit_bytes, thorough=thorough).order
-            order = _late_waits(self.block, order, limit_bytes)
+            best = self._best_compared(limit_bytes)
+            if thorough:
+                best = self._improved(best, limit_bytes, _THOROUGH)
+            order = _late_waits(self.block, best.order, limit_bytes)
             self._orders[key] = _tidy(self.block, order, limit_bytes)
         return self._orders[key]
 
-    def _search(self, limit_bytes: int, *, thorough: bool) -> Walked:
-        key, block = (limit_bytes, thorough), self._walked
-        if key not in self._found:
-            effort = 1
-            if thorough:
-                best, effort = self._search(limit_bytes, thorough=False), _THOROUGH
-            else:
-                best = self._best_of_first(limit_bytes)
-            enough = block.compute_us > _WORTH_HIDING * block.link_us
-            if enough and len(block.tasks) <= _MOST_TASKS:
-                bound_us = self.least_us * (1 + _ROUNDING)
-                best = _climb(block, limit_bytes, best, bound_us, effort)
-                best = _swap(block, limit_bytes, best, bound_us)
-            self._found[key] = best
-        return self._found[key]
+    def _best_compared(self, limit_bytes: int) -> Walked:
+        if limit_bytes not in self._compared:
+            first = self._best_of_first(limit_bytes)
+            self._compared[limit_bytes] = self._improved(first, limit_bytes, 1)
+        return self._compared[limit_bytes]
+
+    def _improved(self, best: Walked, limit_bytes: int, effort: int) -> Walked:
+        block, bound_us = self._walked, self.least_us * (1 + _ROUNDING)
+        if block.compute_us <= _WORTH_HIDING * block.link_us or len(block.tasks) > _MOST_TASKS:
+            return best
+        best = _climb(block, limit_bytes, best, bound_us, effort)
+        return _swap(block, limit_bytes, best, bound_us)
 
     def _best_of_first(self, limit_bytes: int) -> Walked:
         for from_bytes, best in self._first.items():

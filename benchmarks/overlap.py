@@ -7,10 +7,9 @@ Compiled on the meta device for 8 ranks; times are those of the profile "h100" w
 on which communication is 10, 20 and 40 % of forward and backward of a block that recomputes
 nothing. The schedule's own clock tells what is exposed; where backwards work for other calls, that
 is in the middle of the model. With ``--exact`` beside it the exact program, where it ends, or how
-much longer than any order the schedule can be at most, for backwards as one function per layer, and
-the CPU time of both searches. With ``--half-batches`` instead the communication that the whole step
-exposes, forward and backward, on a batch of two and on its halves; with ``--steps`` times of steps,
-on the slowest of the links.
+much longer than any order the schedule can be at most, for one function per layer, and the CPU time
+of both searches. With ``--half-batches`` instead the communication that the whole step exposes, on
+a batch of two and on its halves; with ``--steps`` times of steps, on the slowest of the links.
 """
 
 from __future__ import annotations
@@ -333,15 +332,12 @@ def print_steps(name: str) -> None:
         print(f"| {name} | {how} | {' | '.join(cells)} |", flush=True)
 
     show("selective, without overlap", blocking)
-    policies = POLICIES[:2]
-    for policy in policies:
-        show(policy, compiled(name, hardware=device, recompute=policy))
-    if name == "GPT":  # the one with dropout in its attention
-        # Without memory the model is captured as on the CPU.
-        with mock.patch.object(fuse_attention, "DEVICES", ("cpu",)):
-            for policy in policies:
-                on_gpu = compiled(name, hardware=device, recompute=policy)
-                show(f"{policy}, attention as on a GPU", on_gpu)
+    # Without memory the model is captured as on the CPU. GPT is the one with dropout in attention.
+    on_gpu = {", attention as on a GPU": ("cpu",)} if name == "GPT" else {}
+    for suffix, devices in {"": (), **on_gpu}.items():
+        with mock.patch.object(fuse_attention, "DEVICES", devices):
+            for policy in POLICIES[:2]:
+                show(policy + suffix, compiled(name, hardware=device, recompute=policy))
     # Of the peak's other bytes none can be saved, and in GPT's prologue are nearly as many.
     budget = selective.peak_bytes - round(0.45 * selective.kept_bytes)
     show("auto", compiled(name, hardware=device, recompute="auto", memory_budget=budget))
@@ -350,13 +346,18 @@ def print_steps(name: str) -> None:
 def _hidden_text(row: Row) -> str:
     if not row.fitting_us:
         return f"{time_text(row.recompute_us)} | "
-    part = row.hidden_us / row.fitting_us
-    return f"{time_text(row.recompute_us)} | {part:.1%} of {time_text(row.fitting_us)}"
+    hidden = f"{row.hidden_us / row.fitting_us:.1%} of {time_text(row.fitting_us)}"
+    return f"{time_text(row.recompute_us)} | {hidden}"
 
 
 def _gap_text(gap: Gap) -> str:
     most = "" if gap.proven else "at most "
     return f"{most}{gap.longer:.1%}, {gap.schedule_s:.2f} s, {gap.exact_s:.2f} s"
+
+
+def _print_head(*columns: str) -> None:
+    print(f"| {' | '.join(columns)} |")
+    print(f"|{' --- |' * len(columns)}")
 
 
 def main() -> None:
@@ -369,24 +370,20 @@ def main() -> None:
     parser.add_argument("--steps", action="store_true", help="compare the times of steps")
     options = parser.parse_args()
     if options.steps:
-        print("| model | recompute | step | kept | peak |")
-        print("| --- | --- | --- | --- | --- |")
+        _print_head("model", "recompute", "step", "kept", "peak")
         for name in options.models:
             print_steps(name)
         return
     if options.half_batches:
-        print("| model | communication | full batch, ms | peak | half batches, ms | peak |")
-        print("| --- | --- | --- | --- | --- | --- |")
+        _print_head("model", "communication", "full batch, ms", "peak", "half batches, ms", "peak")
         for name in options.models:
             print_half_batches(name)
-        print("| model | recompute |", " | ".join(f"{share:.0%}" for share in SHARES), "|")
-        print(f"| --- | --- {'| --- ' * len(SHARES)}|")
+        _print_head("model", "recompute", *(f"{share:.0%}" for share in SHARES))
         for name in options.models:
             print_half_backwards(name, options.recompute)
         return
-    head = "exposed | at least | alone | peak, without | recompute | hidden | longer"
-    print(f"| model | recompute | communication | {head} |")
-    print(f"| --- | --- | --- {'| --- ' * (head.count('|') + 1)}|")
+    figures = "exposed", "at least", "alone", "peak, without", "recompute", "hidden", "longer"
+    _print_head("model", "recompute", "communication", *figures)
     for name in options.models:
         for row in rows(name, options.recompute, options.exact):
             gap = "" if row.gap is None else _gap_text(row.gap)

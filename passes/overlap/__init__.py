@@ -101,9 +101,8 @@ def overlap_collectives(
         best = backward if ahead is None else ahead.ordered
         split = hand_over(parts, alone, best, room)
     looks_ahead = ahead.functions() if ahead is not None and split is None else None
-    # Of calls in a row the last alone does not work for the one before.
-    is_last_alone = looks_ahead is not None or split is not None
-    if thorough and not is_last_alone:
+    # Beside functions that work for other calls it is the last call's alone.
+    if thorough and looks_ahead is None and split is None:
         backward = alone.scheduled(room_bytes, thorough=True)
     backward_graph = backward.graph()
     return replace(parts, backward=backward_graph, loss=loss, split=split, ahead=looks_ahead)

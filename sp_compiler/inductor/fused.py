@@ -60,6 +60,7 @@ class Fused:
         self._function = function
         self._traced: Traced | None = None
         self._kernels: Callable[[list[Any]], Sequence[Any]] | None = None
+        self._shares_memory: bool | None = None  # known from the first run on
         # By rank and device: a tensor of the rank for every call would be a kernel more.
         self._rank_tensors: dict[tuple[int, torch.device], Tensor] = {}
 
@@ -110,7 +111,13 @@ class Fused:
         ]
         if traced.takes_rank:
             values.insert(0, self._rank_beside(values, rank, traced.fakes[0].device))
-        return kernels(values)
+        if self._shares_memory is False:
+            return kernels(values)
+        results = kernels(list(values))  # which takes them out of the list
+        views = _as_views(results, values)
+        pairs = zip(views, results, strict=True)
+        self._shares_memory = any(view is not result for view, result in pairs)
+        return views
 
     def _rank_beside(
         self, values: Sequence[Any], rank: int | Tensor, traced_on: torch.device
@@ -124,6 +131,31 @@ class Fused:
         if key not in self._rank_tensors:
             self._rank_tensors[key] = torch.tensor(rank, device=device)
         return self._rank_tensors[key]
+
+
+def _as_views(results: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+    """Return the results, those in memory of an argument or an earlier result as views of it.
+
+    To Inductor they are tensors of their own, with a version of their own: a change of the one in
+    place would not be noticed where autograd has saved the other.
+    """
+    views: list[Any] = []
+    owners: dict[int, Tensor] = {}
+    for value in arguments:
+        if isinstance(value, Tensor):
+            owners.setdefault(value.untyped_storage()._cdata, value)
+    for result in results:
+        if not isinstance(result, Tensor):
+            views.append(result)
+            continue
+        owner = owners.setdefault(result.untyped_storage()._cdata, result)
+        # An operator that Inductor leaves to torch has returned a view already.
+        if owner is result or result._is_view() or owner.dtype != result.dtype:
+            views.append(result)
+        else:
+            place = result.shape, result.stride(), result.storage_offset()
+            views.append(owner.as_strided(*place))
+    return views
 
 
 def inductor(function: Callable[..., Any]) -> Fused:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,8 +40,9 @@ _PINNED = {
     "realize_opcount_threshold": 64,
     # The hash behind the masks overflows, which C++ leaves undefined for signed numbers: without
     # -fwrapv gcc draws other masks than eager code. No setting adds a flag; this one ends up in the
-    # command line as it is, and in the key of the cache.
-    "cpp.enable_floating_point_contract_flag": "off -fwrapv",
+    # command line as it is, and in the key of the cache. So does the number of what is mended here,
+    # which nobody reads: kernels from before a mend are in caches. Raise it with each mend.
+    "cpp.enable_floating_point_contract_flag": "off -fwrapv -DSP_COMPILER_MENDS=2",
 }
 
 
@@ -83,6 +85,8 @@ def trace(
     ``inlining`` has graphs of some, for tensors of this fake tensor mode. It reads every argument
     from a placeholder of its own, for real ones may differ where fake ones are one tensor.
     """
+    # The decomposition of a maximum pool reads ``torch._inductor.lowering`` without importing it.
+    import torch._inductor.lowering
     from torch._inductor.decomposition import select_decomp_table
 
     places = [i for i, value in enumerate(arguments) if isinstance(value, Tensor | torch.SymInt)]
@@ -154,7 +158,10 @@ def compile_graph(traced: Traced) -> Callable[[list[Any]], Sequence[Any]]:
         # The cache asks it for the guards of an entry, and passes a graph by that has none to ask.
         traced.mode.shape_env = ShapeEnv()
     context = tracing(TracingContext(traced.mode))
-    with context, config.patch(_PINNED), shortcuts(), _own_values_read_first():
+    settings = context, config.patch(_PINNED), shortcuts()
+    with contextlib.ExitStack() as stack:
+        for each in (*settings, _own_values_read_first(), _written_values_awaited()):
+            stack.enter_context(each)
         kernels: Any = compile_fx_inner(traced.module, list(traced.fakes), is_inference=True)
     return kernels
 
@@ -179,6 +186,32 @@ def _own_values_read_first() -> Iterator[None]:
 def _reads_other_memory(node: Node) -> bool:
     changed, values = (node.args[place].meta["val"] for place in (0, 2))
     return bool(values.untyped_storage()._cdata != changed.untyped_storage()._cdata)
+
+
+@contextlib.contextmanager
+def _written_values_awaited() -> Iterator[None]:
+    """Context in which whoever reads what is written in place runs behind that.
+
+    To fuse loops over other sizes, Inductor's C++ backend finds anew what an operator reads, and
+    forgets that it is what a scatter has made of a buffer: it reads the buffer as it was before
+    (https://github.com/pytorch/pytorch/pull/185873). Torch 2.11 also forgets what it must wait for.
+    """
+    from torch._inductor.dependencies import Dep, StarDep, WeakDep
+    from torch._inductor.scheduler import SchedulerNode
+    from torch.utils._ordered_set import OrderedSet
+
+    recompute = SchedulerNode.recompute_size_and_body
+
+    @functools.wraps(recompute)
+    def and_restore(node: SchedulerNode, *args: Any, **kwargs: Any) -> None:
+        reads = node.read_writes.reads
+        waits = OrderedSet[Dep](dep for dep in reads if isinstance(dep, (StarDep, WeakDep)))
+        recompute(node, *args, **kwargs)
+        found = node.read_writes.with_read(waits)
+        node.set_read_writes(found.rename(node.mutation_renames))
+
+    with mock.patch.object(SchedulerNode, "recompute_size_and_body", and_restore):
+        yield
 
 
 def _arrangement(fake: Any) -> Callable[[Tensor], Tensor] | None:

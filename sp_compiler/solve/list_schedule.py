@@ -60,9 +60,8 @@ class ListSchedule:
         self.least_us = least_us(block)
         self.block, self._walked = block, _with_room_to_arrive(block)
         self._first: dict[int, Walked] = {}  # the best of the first walks, by the limit
-        # By the limit, and whether the search was thorough.
-        self._found: dict[tuple[int, bool], Walked] = {}
-        self._orders: dict[tuple[int, bool], list[int]] = {}
+        self._compared: dict[int, Walked] = {}  # the best of a search that is not thorough, too
+        self._orders: dict[tuple[int, bool], list[int]] = {}  # by the limit and thoroughness
 
     def quick_us(self, limit_bytes: int) -> float:
         """Return about the time of :meth:`order`, to compare blocks: that of walks as priorities
@@ -73,33 +72,39 @@ class ListSchedule:
         """Return what :func:`list_schedule` does; ``thorough``: after a longer search from there
         on, which finds no order that takes longer."""
         limit_bytes = max(limit_bytes, self.block.given_bytes)
-        best = self._search(limit_bytes, thorough=thorough)
-        if thorough and best is self._search(limit_bytes, thorough=False):
-            return self.order(limit_bytes)
         key = limit_bytes, thorough
         if key not in self._orders:
-            order = _late_waits(self.block, best.order, limit_bytes)
-            orders = [_tidy(self.block, order, limit_bytes)]
-            if thorough:  # of two that took equally long, later waits can make the other quicker
-                orders.append(self.order(limit_bytes))
-            self._orders[key] = min(orders, key=lambda order: simulate(self.block, order).time_us)
+            find = self._thorough_order if thorough else self._compared_order
+            self._orders[key] = find(limit_bytes)
         return self._orders[key]
 
-    def _search(self, limit_bytes: int, *, thorough: bool) -> Walked:
-        key, block = (limit_bytes, thorough), self._walked
-        if key not in self._found:
-            effort = 1
-            if thorough:
-                best, effort = self._search(limit_bytes, thorough=False), _THOROUGH
-            else:
-                best = self._best_of_first(limit_bytes)
-            enough = block.compute_us > _WORTH_HIDING * block.link_us
-            if enough and len(block.tasks) <= _MOST_TASKS:
-                bound_us = self.least_us * (1 + _ROUNDING)
-                best = _climb(block, limit_bytes, best, bound_us, effort)
-                best = _swap(block, limit_bytes, best, bound_us)
-            self._found[key] = best
-        return self._found[key]
+    def _compared_order(self, limit_bytes: int) -> list[int]:
+        return self._tidied(self._best_compared(limit_bytes), limit_bytes)
+
+    def _thorough_order(self, limit_bytes: int) -> list[int]:
+        compared, best = self.order(limit_bytes), self._best_compared(limit_bytes)
+        longer = self._improved(best, limit_bytes, _THOROUGH)
+        if longer is best:
+            return compared
+        # Of two walks that cost the same, later waits can make the one before quicker.
+        orders = self._tidied(longer, limit_bytes), compared
+        return min(orders, key=lambda order: simulate(self.block, order).time_us)
+
+    def _tidied(self, walk: Walked, limit_bytes: int) -> list[int]:
+        return _tidy(self.block, _late_waits(self.block, walk.order, limit_bytes), limit_bytes)
+
+    def _best_compared(self, limit_bytes: int) -> Walked:
+        if limit_bytes not in self._compared:
+            first = self._best_of_first(limit_bytes)
+            self._compared[limit_bytes] = self._improved(first, limit_bytes, 1)
+        return self._compared[limit_bytes]
+
+    def _improved(self, best: Walked, limit_bytes: int, effort: int) -> Walked:
+        block, bound_us = self._walked, self.least_us * (1 + _ROUNDING)
+        if block.compute_us <= _WORTH_HIDING * block.link_us or len(block.tasks) > _MOST_TASKS:
+            return best
+        best = _climb(block, limit_bytes, best, bound_us, effort)
+        return _swap(block, limit_bytes, best, bound_us)
 
     def _best_of_first(self, limit_bytes: int) -> Walked:
         for from_bytes, best in self._first.items():

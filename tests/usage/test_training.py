@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import sp_compiler
 from sp_compiler import UnsupportedError
+from tests.helpers.slow import slow
 from tests.helpers.users import assert_same_gradients, batch, compiled, gradients, net, prepared
 
 
@@ -73,8 +74,12 @@ def test_outputs_may_be_changed_in_place() -> None:
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=0)
 
 
-def test_a_view_of_an_input_stays_one() -> None:
-    module: Any = sp_compiler.compile(_Views(), tp=1)
+backends = pytest.mark.parametrize("backend", ["eager", slow("inductor")])
+
+
+@backends
+def test_a_view_of_an_input_stays_one(backend: str) -> None:
+    module: Any = sp_compiler.compile(_Views(), tp=1, backend=backend)
     x = torch.randn(2, 3, 8, dtype=torch.float64)
     _, loss, rows = module(x)
     rows *= 0
@@ -83,8 +88,9 @@ def test_a_view_of_an_input_stays_one() -> None:
         loss.backward()
 
 
-def test_outputs_that_are_saved_may_not() -> None:
-    module: Any = sp_compiler.compile(_Views(), tp=1, recompute="none")
+@backends
+def test_outputs_that_are_saved_may_not(backend: str) -> None:
+    module: Any = sp_compiler.compile(_Views(), tp=1, recompute="none", backend=backend)
     logits, loss, _ = module(torch.randn(2, 3, 8, dtype=torch.float64))
     logits /= 3
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

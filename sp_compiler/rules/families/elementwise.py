@@ -63,7 +63,6 @@ def _linear_sets(node: Node, count: int) -> tuple[tuple[int, ...], ...]:
     *("aten::native_dropout_backward", "aten::log_sigmoid", "aten::floor_divide", "aten::copy"),
     *("aten::_conj", "aten::conj_physical", "aten::complex", "aten::polar"),
     *("aten::hardswish", "aten::rsub", "aten::_prelu_kernel"),
-    "sp_compiler::checked_ids",
 )
 def pointwise(node: Node) -> OpRule | None:
     shapes, results = operand_shapes(node), result_shapes(node)
@@ -138,6 +137,12 @@ def _dropout(node: Node) -> OpRule:
 def _uniform(node: Node) -> OpRule:
     dims = numbered(result_shapes(node)[0])
     return OpRule(((),), (dims,), rows="broadcast", placed=True)
+
+
+@rule("sp_compiler::checked_ids")
+def _checked_ids(node: Node) -> OpRule:
+    dims = numbered(result_shapes(node)[0])
+    return OpRule((dims,), (dims,), rows="broadcast", segmented=False)
 
 
 @rule("sp_compiler_function::apply")

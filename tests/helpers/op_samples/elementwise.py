@@ -28,6 +28,10 @@ def _uniform(draw: Draw) -> Args:
     return [torch.tensor(7), list(draw.shape()), torch.float64, 5, 0, 1]
 
 
+def _checked_ids(draw: Draw) -> Args:
+    return [draw.ids(5, *draw.shape()), 5, draw.one_of(None, 2), "a table of {} rows", 1]
+
+
 def _complex_numbers(draw: Draw) -> Args:
     shape = draw.shape()
     return [torch.complex(draw.numbers(*shape), draw.numbers(*shape))]
@@ -96,6 +100,7 @@ SAMPLES: dict[str, Sample] = {
     "aten::prelu": _prelu,
     "aten::log_sigmoid_backward": _log_sigmoid_backward,
     "sp_compiler_function::apply": _autograd_function,
+    "sp_compiler::checked_ids": _checked_ids,
     "sp_compiler::dropout": _dropout,
     "sp_compiler::dropout_mask": _dropout,
     "sp_compiler::uniform": _uniform,

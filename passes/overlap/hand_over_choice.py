@@ -101,7 +101,7 @@ def hand_over(
     if ordered.peak_bytes > least_bytes:
         ordered = _in_least_room(best, ordered, room)
         limit_bytes = ordered.room_bytes
-    # The one before may be of a search in more memory, and yet take none of it.
+    # A search in more memory than its order takes in the end can find a quicker one.
     longer = best.scheduled(limit_bytes, thorough=True)
     ordered = min(longer, ordered, key=lambda schedule: schedule.time_us)
     room_bytes = max(least_bytes, ordered.peak_bytes)

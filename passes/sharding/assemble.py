@@ -137,8 +137,8 @@ def assemble_unsharded(
         values = facts[id(region)]
         chosen = {}
         for node in values.rules:
-            operands, results = (I,) * len(tensor_operands(node)), (I,) * len(results_of(node))
-            chosen[node] = Strategy(operands, results, whole=tuple(range(len(results))))
+            operands, made = (I,) * len(tensor_operands(node)), (I,) * len(results_of(node))
+            chosen[node] = Strategy(operands, made, whole=tuple(range(len(made))))
         inputs, outputs = [I] * len(region.input_kinds), [I] * len(region.outputs)
         lowered[id(source)] = lower(source, values, chosen, inputs, outputs, example, 1)
     calls = [Call(lowered[id(call.region)], call.path, call.args) for call in opened.calls]

@@ -29,7 +29,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 from benchmarks.exact_schedule import exact_schedule, least_of_many_us
 from benchmarks.models import GPTConfig, PlainGPT
 from sp_compiler.base.units import bytes_text, time_text
-from sp_compiler.codegen.module_text import CompiledRegion
 from sp_compiler.compiler import build
 from sp_compiler.cost.hardware import Hardware, Link, hardware_of
 from sp_compiler.cost.memory import backward_peak_bytes
@@ -37,6 +36,7 @@ from sp_compiler.cost.node_cost import collectives_us, compute_us, elapsed_us, n
 from sp_compiler.cost.step_memory import step_memory
 from sp_compiler.cost.step_timeline import FunctionRun, StepTimeline
 from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.ir.forward_backward import PartitionedRegion
 from sp_compiler.ir.fx import ancestors, descendants
 from sp_compiler.options import CompileOptions
 from sp_compiler.passes import fuse_attention
@@ -142,7 +142,7 @@ def compiled(name: str, batch: int = 1, **options: Any) -> PlannedProgram:
     return build(model, *inputs, CompileOptions(tp=RANKS, **options))
 
 
-def block_of(program: CompiledProgram) -> CompiledRegion:
+def block_of(program: CompiledProgram) -> PartitionedRegion:
     """The region that most calls share."""
     return max(program.regions.values(), key=lambda each: len(program.program.paths(each.region)))
 
@@ -218,7 +218,7 @@ def _recomputation(program: PlannedProgram, graph: Graph) -> tuple[float, float]
     return recompute_us, recompute_us - alone.exposed_recompute_us
 
 
-def least_exposed(block: CompiledRegion, device: Hardware) -> float:
+def least_exposed(block: PartitionedRegion, device: Hardware) -> float:
     """Return a bound on the exposed part of the communication of a backward in the middle of many.
 
     Of the work of all layers anything may run beside anything, as far as data allows: gradients of

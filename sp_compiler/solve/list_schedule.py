@@ -70,25 +70,30 @@ class ListSchedule:
 
     def order(self, limit_bytes: int, *, thorough: bool = False) -> list[int]:
         """Return what :func:`list_schedule` does; ``thorough``: after a longer search from there
-        on, which finds no order that takes longer."""
-        limit_bytes = max(limit_bytes, self.block.given_bytes)
-        key = limit_bytes, thorough
+        on, which finds no order that takes longer, or more memory than allowed or taken there."""
+        key = limit_bytes if thorough else max(limit_bytes, self.block.given_bytes), thorough
         if key not in self._orders:
             find = self._thorough_order if thorough else self._compared_order
-            self._orders[key] = find(limit_bytes)
+            self._orders[key] = find(key[0])
         return self._orders[key]
 
     def _compared_order(self, limit_bytes: int) -> list[int]:
         return self._tidied(self._best_compared(limit_bytes), limit_bytes)
 
     def _thorough_order(self, limit_bytes: int) -> list[int]:
-        compared, best = self.order(limit_bytes), self._best_compared(limit_bytes)
-        longer = self._improved(best, limit_bytes, _THOROUGH)
+        compared = self.order(limit_bytes)
+        best = self._best_compared(max(limit_bytes, self.block.given_bytes))
+        # Budgets count on what this order takes, which may be less than the given one.
+        limit_bytes = max(limit_bytes, peak_bytes(self.block, compared))
+        searched_bytes = max(limit_bytes, peak_bytes(self._walked, best.order))
+        longer = self._improved(best, searched_bytes, _THOROUGH)
         if longer is best:
             return compared
+        order = self._tidied(longer, limit_bytes)
+        if peak_bytes(self.block, order) > limit_bytes:
+            return compared
         # Of two walks that cost the same, later waits can make the one before quicker.
-        orders = self._tidied(longer, limit_bytes), compared
-        return min(orders, key=lambda order: simulate(self.block, order).time_us)
+        return min(order, compared, key=lambda order: simulate(self.block, order).time_us)
 
     def _tidied(self, walk: Walked, limit_bytes: int) -> list[int]:
         return _tidy(self.block, _late_waits(self.block, walk.order, limit_bytes), limit_bytes)

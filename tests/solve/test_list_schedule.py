@@ -174,6 +174,18 @@ def test_a_thorough_search_goes_on_from_the_order_that_was_compared() -> None:
     assert shorter >= 5
 
 
+def test_a_thorough_search_takes_no_more_memory_than_a_budget_counted_on() -> None:
+    """The order that was compared may take less than the given one, whose peak is the limit."""
+    less = 0
+    for seed in range(40):
+        block = random_block(seed, 12)
+        search = ListSchedule(block)
+        peaks = [peak_bytes(block, search.order(0, thorough=each)) for each in (False, True)]
+        assert peaks[1] <= peaks[0], seed
+        less += peaks[0] < block.given_bytes
+    assert less >= 5
+
+
 def kernel(time_us: float, *needs: int) -> Task:
     return Task(needs=needs, time_us=time_us)
 

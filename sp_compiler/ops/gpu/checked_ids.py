@@ -33,7 +33,7 @@ def checked_ids(
     """
     is_ignored = None if ignored is None else ids == ignored
     looked_up = ids if is_ignored is None else ids.masked_fill(is_ignored, 0)
-    is_on_host = ids.device.type == "cpu"
+    is_on_host = _is_on_host(ids)
     # Ids of simulated ranks are those of one rank, which were looked at.
     if isinstance(tp.rank, int) and ids.numel() and (is_on_host or tp.id_checks.wanted):
         low, high = looked_up.aminmax()
@@ -43,6 +43,10 @@ def checked_ids(
             tp.id_checks.note(IdBounds(torch.stack([low, high]).long(), size, what))
     inside = looked_up.clamp(0, size - 1)
     return inside if is_ignored is None else torch.where(is_ignored, ids, inside)
+
+
+def _is_on_host(ids: Tensor) -> bool:
+    return ids.device.type == "cpu"
 
 
 def _fake(ids: Tensor, *rest: Any) -> Tensor:

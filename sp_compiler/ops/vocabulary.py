@@ -112,9 +112,14 @@ def require_inside(tp: Communicator, ids: Tensor, size: int, what: str) -> None:
     # On a rank that has none of them, a wrong id would look like one of another rank: a row of
     # zeros instead of an error. On a device ``checked_ids`` has looked: to read a number there,
     # the host would wait. Ids of simulated ranks are those of one rank, which were looked at.
-    if ids.device.type == "cpu" and isinstance(tp.rank, int) and ids.numel():
+    if is_on_host(ids) and isinstance(tp.rank, int) and ids.numel():
         low, high = ids.aminmax()
         require_in_range(int(low), int(high), size, what)
+
+
+def is_on_host(ids: Tensor) -> bool:
+    """Return whether the numbers can be read without waiting for a device."""
+    return ids.device.type == "cpu"
 
 
 def padding_columns(tp: Communicator, logits: Tensor, classes: int) -> Tensor | None:

@@ -60,7 +60,7 @@ class ListSchedule:
         self.least_us = least_us(block)
         self.block, self._walked = block, _with_room_to_arrive(block)
         self._first: dict[int, Walked] = {}  # the best of the first walks, by the limit
-        self._compared: dict[int, Walked] = {}  # the best of a search that is not thorough, too
+        self._compared: dict[int, Walked] = {}  # of a search that is not thorough
         self._orders: dict[tuple[int, bool], list[int]] = {}  # by the limit and thoroughness
 
     def quick_us(self, limit_bytes: int) -> float:

@@ -63,7 +63,7 @@ def test_what_the_lookup_gets_is_in_range(monkeypatch: pytest.MonkeyPatch) -> No
     """On a device the error comes late, and until then nothing may be read outside of a table."""
     noted: list[tuple[int, int]] = []
     monkeypatch.setattr(
-        "sp_compiler.ops.gpu.checked_ids.require_in_range",
+        "sp_compiler.ops.vocabulary.require_in_range",
         lambda low, high, *rest: noted.append((low, high)),
     )
     ids = torch.tensor([[-3, 9], [_IGNORED, 6]], dtype=torch.int32)

@@ -346,7 +346,7 @@ def _on_two_ranks() -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sp_compiler.runtime.group.is_gloo", lambda *_: False)
         patch.setattr("sp_compiler.passes.normalize.checked_ids.DEVICES", ("cpu",))
-        patch.setattr("sp_compiler.ops.gpu.checked_ids._is_on_host", lambda ids: False)
+        patch.setattr("sp_compiler.ops.gpu.checked_ids.is_on_host", lambda ids: False)
         pools = record_on_cpu(patch)
         models = [zoo.build("plain", layers=1, dropout=0.1) for _ in range(2)]
         plain, recorded = (

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from sp_compiler.base.placement import R, S
 from sp_compiler.ops.communicator import Communicator
-from sp_compiler.ops.gpu.id_checks import IdBounds, require_in_range
+from sp_compiler.ops.gpu.id_checks import IdBounds
 from sp_compiler.ops.registry import Arguments, Operator, Typing, register
+from sp_compiler.ops.vocabulary import is_on_host, require_inside
 
 
 def checked_ids(
@@ -33,20 +34,14 @@ def checked_ids(
     """
     is_ignored = None if ignored is None else ids == ignored
     looked_up = ids if is_ignored is None else ids.masked_fill(is_ignored, 0)
-    is_on_host = _is_on_host(ids)
+    require_inside(tp, looked_up, size, what)
     # Ids of simulated ranks are those of one rank, which were looked at.
-    if isinstance(tp.rank, int) and ids.numel() and (is_on_host or tp.id_checks.wanted):
-        low, high = looked_up.aminmax()
-        if is_on_host:
-            require_in_range(int(low), int(high), size, what)
-        else:
-            tp.id_checks.note(IdBounds(torch.stack([low, high]).long(), size, what))
+    is_told_later = isinstance(tp.rank, int) and not is_on_host(ids)
+    if is_told_later and tp.id_checks.wanted and ids.numel():
+        bounds = torch.stack(looked_up.aminmax()).long()
+        tp.id_checks.note(IdBounds(bounds, size, what))
     inside = looked_up.clamp(0, size - 1)
     return inside if is_ignored is None else torch.where(is_ignored, ids, inside)
-
-
-def _is_on_host(ids: Tensor) -> bool:
-    return ids.device.type == "cpu"
 
 
 def _fake(ids: Tensor, *rest: Any) -> Tensor:

@@ -23,7 +23,7 @@ class Entry:
     Attributes:
         package: distribution to install.
         name: of the model, unique in its package.
-        make: builds it with random weights, 20 million parameters at most; may raise
+        make: builds it with random weights, 30 million parameters at most; may raise
             :class:`NotSmallError`.
         inputs: arguments of one call.
     """

@@ -53,7 +53,7 @@ _INNER: dict[str, Any] = {
 }
 _DERIVED = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _PARTS = ("text_config", "vision_config")
-_MOST_PARAMETERS = 20_000_000
+_MOST_PARAMETERS = 30_000_000
 
 
 def _speech() -> Inputs:
@@ -99,10 +99,9 @@ def _model(task: str, name: str) -> nn.Module:
     from transformers import CONFIG_MAPPING
 
     reasons = []
-    defaults = CONFIG_MAPPING[name]()
-    for fields in _choices(defaults):
+    for fields in _choices():
         try:
-            model = _with(defaults, fields, task)
+            model = _with(CONFIG_MAPPING[name](), fields, task)
             args, kwargs = _TASKS[task][2]()
             model(*args, **kwargs)
         except Exception as error:  # of whatever kind: the library's code, with sizes of ours
@@ -112,7 +111,7 @@ def _model(task: str, name: str) -> nn.Module:
     raise NotSmallError("; ".join(reasons))
 
 
-def _choices(defaults: Any) -> Iterator[Callable[[Any], dict[str, Any]]]:
+def _choices() -> Iterator[Callable[[Any], dict[str, Any]]]:
     """Yield functions from a configuration to the fields to replace in it; fewer and fewer."""
     without_heads = {key: value for key, value in _CORE.items() if key not in _DERIVED}
     for sizes in ({**_CORE, **_INNER}, _CORE, without_heads):
@@ -122,7 +121,12 @@ def _choices(defaults: Any) -> Iterator[Callable[[Any], dict[str, Any]]]:
 
 def _fields(sizes: Mapping[str, Any], every_kind: bool, defaults: Any) -> dict[str, Any]:
     known = defaults.to_dict()
-    fields = {key: value for key, value in sizes.items() if key in known}
+    # Not a list, which has one number for each stage.
+    fields = {
+        key: value
+        for key, value in sizes.items()
+        if key in known and (known[key] is None or type(known[key]) is type(value))
+    }
     # In training, or there would be other random numbers in every run.
     fields |= {key: 0.0 for key, value in known.items() if "drop" in key and type(value) is float}
     for key in ("layer_types", "mlp_layer_types"):

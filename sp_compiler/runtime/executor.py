@@ -262,6 +262,8 @@ class Executor:
         # The weights reduce their gradients without autograd.
         if self._weights is not None or self._leaves_partial:
             return {}
+        if self.deferred.pending and not self.deferred.enabled:
+            self.deferred.reduce_frozen(self.tp, params)
         # Another program, of other sizes say, may have put off gradients of others than this one
         # has: what waits since no_sync is reduced with the next gradients, whichever they are.
         waiting = () if self.deferred.enabled else self.deferred.pending

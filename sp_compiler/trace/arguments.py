@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parameter import is_lazy
 
 from sp_compiler.base.errors import ArgumentError, CaptureError
-from sp_compiler.trace.environment import ADVICE
+from sp_compiler.trace.capture_errors import ADVICE
 
 ExampleInputs = tuple[tuple[Any, ...], Mapping[str, Any]]
 """Positional and keyword arguments of a call of the model."""

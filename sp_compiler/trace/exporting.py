@@ -29,14 +29,10 @@ from sp_compiler.trace.attributes.changes import (
 from sp_compiler.trace.attributes.outside import numbers_outside_watched
 from sp_compiler.trace.attributes.trained import refuse_trained_constants
 from sp_compiler.trace.autograd_functions import FunctionCall
+from sp_compiler.trace.capture_errors import capture_error, users_frames
 from sp_compiler.trace.decisions import DataDependentError, Reads, recorded_reads
 from sp_compiler.trace.decisions.rows import ChosenRows
-from sp_compiler.trace.environment import (
-    capture_error,
-    export_context,
-    users_frames,
-    warn_of_attributes,
-)
+from sp_compiler.trace.environment import export_context, warn_of_attributes
 from sp_compiler.trace.foreign_random import NEXT_NUMBERS, ForeignDraw
 from sp_compiler.trace.functionalize import functionalize
 from sp_compiler.trace.partly_meta import all_on_meta

@@ -18,7 +18,8 @@ from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.utils._traceback import CapturedTraceback
 
 from sp_compiler.base.errors import CaptureError, UnsupportedError
-from sp_compiler.trace.environment import users_frames, without_cache
+from sp_compiler.trace.capture_errors import users_frames
+from sp_compiler.trace.environment import without_cache
 from sp_compiler.trace.export import capture
 from sp_compiler.trace.tracer_patches import frames_made_once
 from tests.helpers import parity

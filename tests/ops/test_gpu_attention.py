@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from benchmarks.pretended_gpu import until_written
 from sp_compiler.inductor.lowering import Traced
@@ -77,6 +78,16 @@ def test_kernels_find_numbers_of_a_head_behind_those_of_another(heads_of_mask: i
         steps = zip(shape, strides, strict=True)
         last = sum((size - 1) * stride for size, stride in steps)
         assert is_empty or last + 1 == torch.Size(shape).numel(), each
+
+
+def test_torch_is_given_a_gradient_of_each_result() -> None:
+    """Torch 2.11 multiplies that of the logsumexp, whether there is one or not."""
+    given, place = _of_backward(1, 1, 128, 128, None)
+    module, _ = kernels.trace_for(kernels.differentiate, given._replace(seed=None), place)
+    (node,) = module.graph.find_nodes(
+        op="call_function", target=torch.ops.higher_order.flex_attention_backward
+    )
+    assert all(isinstance(factor, Node) for factor in node.args[:7])
 
 
 def test_a_mask_of_more_than_32_bits_of_elements_is_read_with_64() -> None:

@@ -181,7 +181,8 @@ def differentiate(given: Given, place: Place) -> list[Tensor]:
     lse = logsumexp * _LOG2_E
     changed: tuple[Any, ...] = (scores.plain, scores.plain_derivative)
     buffers: tuple[Tensor, ...] = ()
-    grad_lse = None
+    # Zeros, where there is none: not every torch takes None.
+    grad_lse = torch.zeros_like(lse)
     if given.seed is not None:
         delta = (grad.to(lse.dtype) * context).sum(-1)
         changed = scores.dropped, scores.dropped_derivative

@@ -80,6 +80,18 @@ def test_kernels_find_numbers_of_a_head_behind_those_of_another(heads_of_mask: i
         assert is_empty or last + 1 == torch.Size(shape).numel(), each
 
 
+def test_arguments_that_are_one_tensor_are_read_as_several() -> None:
+    """What is compiled serves calls where they are not."""
+    x = torch.randn(1, 1, 128, WIDTH)
+    given = kernels.Given(x, x, x, None, None, torch.tensor(3))
+    module, fakes = kernels.trace_for(kernels.compute, given, kernels.Place(0, 0.25, 0, 0, 1, 0, 0))
+    assert len({id(fake) for fake in fakes}) == 4
+    (node,) = module.graph.find_nodes(
+        op="call_function", target=torch.ops.higher_order.flex_attention
+    )
+    assert list(node.args[:3]) == module.graph.find_nodes(op="placeholder")[:3]
+
+
 def test_torch_is_given_a_gradient_of_each_result() -> None:
     """Torch 2.11 multiplies that of the logsumexp, whether there is one or not."""
     given, place = _of_backward(1, 1, 128, 128, None)

@@ -365,6 +365,8 @@ def trace_for(function: Function, given: Given, place: Place) -> tuple[GraphModu
         return function(Given(*[next(values) if each else None for each in has]), place)  # type: ignore[arg-type]
 
     mode = FakeTensorMode()
-    fakes: list[Tensor] = [mode.from_tensor(x) for x in given if x is not None]
+    # Each its own: of two arguments that are one tensor the graph would read one for both, also in
+    # a call where they are two.
+    fakes = [mode.from_tensor(x).detach() for x in given if x is not None]
     with mode, torch.no_grad():
         return make_fx(flat)(*fakes), fakes

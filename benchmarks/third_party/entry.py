@@ -12,6 +12,10 @@ from torch import Tensor, nn
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+class NotSmallError(Exception):
+    """No sizes were found with which a model is small and runs."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """Recipe to build and call a model.
@@ -19,7 +23,8 @@ class Entry:
     Attributes:
         package: distribution to install.
         name: of the model, unique in its package.
-        make: builds it with random weights, a few million parameters at most.
+        make: builds it with random weights, 20 million parameters at most; may raise
+            :class:`NotSmallError`.
         inputs: arguments of one call.
     """
 

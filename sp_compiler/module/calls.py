@@ -95,6 +95,10 @@ def _add_program(
         try:
             executor = _compile(state, leaves, structure, open_dims)
         except CaptureError as error:
+            # An operand with numbers and one without are on two devices, which says nothing of why.
+            missing = _without_data(state)
+            if missing and set(missing).isdisjoint(state.parameters):
+                raise ArgumentError(_no_data(missing, state)) from error
             known = state.original.argument_names
             about = about_arguments(error, arguments, state.compiled_for[0], known)
             raise about from error.__cause__
@@ -190,6 +194,12 @@ def run(state: ModuleState, executor: Executor, leaves: list[Any]) -> Any:
     return user_outputs(executor.compiled, execution, state.group, state.modules)
 
 
+def _without_data(state: ModuleState) -> list[str]:
+    """Return the names of parameters and buffers on the meta device."""
+    tensors = itertools.chain(state.parameters.items(), state.buffers.items())
+    return [name for name, value in tensors if value.is_meta]
+
+
 def _no_data(missing: Sequence[str], state: ModuleState) -> str:
     """Return the text of an error about tensors on the meta device."""
     in_no_file = [
@@ -223,9 +233,7 @@ def require_data(state: ModuleState) -> None:
     # Every call asks, and what has data keeps it.
     if state.has_data:
         return
-    tensors = itertools.chain(state.parameters.items(), state.buffers.items())
-    missing = [name for name, value in tensors if value.is_meta]
-    if missing:
+    if missing := _without_data(state):
         raise ArgumentError(_no_data(missing, state))
     state.has_data = True
     # What was on meta when it was placed. Parts of a sharded one have nothing to be compared with.

@@ -41,6 +41,18 @@ class _Noisy(nn.Module):
         return y + torch.rand_like(y) if self.training else y, y.softmax(-1)
 
 
+class _Casts(nn.Module):
+    """Multiplies in float32, and makes the last digits of that count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 64), nn.Linear(64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).relu().float()
+        return (hidden @ self.second.weight.float().t() * 1000).double().sin()
+
+
 def _entry(model: type[nn.Module]) -> Entry:
     return Entry("torch", "model", model, lambda: ((torch.randn(2, 4, 8),), {}))
 
@@ -55,7 +67,16 @@ def test_a_model_that_draws_is_compared_in_evaluation_mode() -> None:
     assert record.error < 1e-12
 
 
-def test_a_wrong_gradient_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_whose_casts_round_much_is_compared_without_them() -> None:
+    record = run(_entry(_Casts))
+    assert record.error is not None
+    assert record.error > 1e-6
+    assert record.verdict == "right"
+    assert record.note.endswith("without its casts to float32")
+
+
+@pytest.mark.parametrize("model", [_Noisy, _Casts])
+def test_a_wrong_gradient_is_wrong(model: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     """A softmax's gradient is not lost in the loss: one that is dropped shows."""
     plain = nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1))
     loss = Projected(plain)((torch.randn(2, 4, 8),), {})
@@ -76,4 +97,4 @@ def test_a_wrong_gradient_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
         return step
 
     monkeypatch.setattr(runner.parity, "simulate", forgetful)
-    assert run(_entry(_Noisy)).verdict == "WRONG"
+    assert run(_entry(model)).verdict == "WRONG"

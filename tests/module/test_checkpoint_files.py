@@ -130,6 +130,16 @@ def test_a_buffer_that_no_file_has_is_assigned(tmp_path: Path) -> None:
     torch.testing.assert_close(module(x), expected(x))
 
 
+def test_a_buffer_without_data_is_named_where_the_capture_fails(tmp_path: Path) -> None:
+    save_file(dict(_WithTable().state_dict()), tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        module = sp_compiler.compile(_WithTable(), tp=1)
+    module.load_pretrained(tmp_path)
+    # Its product with what the weights make, which have data now, is one of two devices.
+    with pytest.raises(ArgumentError, match="buffer table has no data"):
+        module(torch.randn(2, 4))
+
+
 def test_a_file_of_torch_save_goes_another_way(tmp_path: Path) -> None:
     torch.save(net().state_dict(), tmp_path / "net.pt")
     _refused(tmp_path / "net.pt", r"module\.load_state_dict\(torch\.load\(path")

@@ -18,7 +18,7 @@ from sp_compiler.cost.memory import (
     scratch_bytes,
 )
 from sp_compiler.cost.node_cost import collectives_us, compute_us, node_collectives
-from sp_compiler.ir.fx import arguments
+from sp_compiler.ir.fx import arguments, mutates
 from sp_compiler.ir.op_traits import (
     base,
     collective_of,
@@ -148,7 +148,7 @@ class _FactsOfNodes:
             run_bytes=needed_bytes - later_bytes,
             is_awaited=collective_of(node) is not None,
             draws=draws(node),
-            writes=getattr(getattr(node.target, "_schema", None), "is_mutable", False),
+            writes=mutates(node),
         )
 
 

@@ -38,7 +38,7 @@ from sp_compiler.pipeline_parallel.microbatches import check_weigh
 from sp_compiler.pipeline_parallel.pipeline_module import PipelineModule
 from sp_compiler.pipeline_parallel.schedules import schedule_of
 from sp_compiler.planning.costly_fallbacks import FallbackCheck, refuse_costly
-from sp_compiler.planning.larger_batch import telling_batch
+from sp_compiler.planning.larger_batch import with_batch_formulas
 from sp_compiler.planning.plan import Plan
 from sp_compiler.planning.planned_program import PlannedProgram
 from sp_compiler.runtime.group import RANK_TIMEOUT, device_type_of, tensor_parallel_group
@@ -395,6 +395,6 @@ def plan(  # noqa: PLR0913 - all by keyword, each described below
     if checked.strict:
         refuse_costly(compiled.plan.costly_fallbacks, grid.tp)
     if on_grid is None:  # at batch 1 its formulas need a second batch, built on demand
-        return telling_batch(compiled, args, kwargs, partial(build, model, options=checked))
+        return with_batch_formulas(compiled, args, kwargs, partial(build, model, options=checked))
     chain = Chain.of(compiled, compiled.plan) if grid.pp > 1 else Chain.uncut(compiled.plan)
     return grid_plan(compiled.plan, chain, on_grid)

@@ -24,8 +24,8 @@ from sp_compiler.ir.op_traits import (
     collective_of,
     draws,
     is_handed,
-    is_name,
     is_part,
+    is_pure_view,
     is_view,
 )
 from sp_compiler.solve.block_schedule import Block, Task
@@ -253,7 +253,7 @@ class _Builder:
 
 def _stays_with_operator(node: Node) -> bool:
     """Return whether ``node`` only names what an operator before it has made."""
-    return is_part(node) or is_name(node)
+    return is_part(node) or is_pure_view(node)
 
 
 def _operators_before(node: Node) -> Iterator[Node]:

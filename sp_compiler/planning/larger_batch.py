@@ -1,7 +1,7 @@
-"""Formulas of a batch of one, which is not told from other sizes of 1: derived at a larger batch.
+"""Formulas at a batch of one, which looks like any other size of 1: derived at a larger batch.
 
 A tensor of shape (1, 1, s, d) has two dims of 1. Which of them is the batch, and which is the one
-head that each rank has, a graph for a batch of one may not tell: both are the number 1, and
+head that each rank has, a graph for a batch of one may not show: both are the number 1, and
 operators take either. In a graph for a batch of two the same dims have different numbers.
 """
 
@@ -27,17 +27,18 @@ from sp_compiler.planning.planned_program import PlannedProgram
 CompileAt = Callable[..., PlannedProgram]
 
 
-def telling_batch(
+def with_batch_formulas(
     compiled: PlannedProgram,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     compile_at: CompileAt,
 ) -> Plan:
-    """Return the plan of ``compiled``, with formulas that tell a batch of one from other ones.
+    """Return the plan of ``compiled``, with formulas in which the batch differs from other sizes.
 
-    Where they do not by themselves, the same model is compiled once more, when they are first asked
-    for, for more sequences. The formulas of those take the place of the plan's own if at a batch of
-    one they give its bytes, tensor by tensor. Else those stay, which refuse other sizes.
+    Where the batch is 1 and the plan's own formulas cannot tell it from other sizes of 1, the same
+    model is compiled once more for more sequences, when the formulas are first read. The new
+    formulas replace the plan's own if at a batch of one they give its bytes, tensor by tensor. Else
+    the plan's own stay, which refuse other sizes.
 
     Args:
         compiled: for ``args`` and ``kwargs``.

@@ -12,7 +12,7 @@ from torch.fx import Node
 from sp_compiler.ir.fx import arguments, shape_of
 from sp_compiler.ir.symbolic import same_shape
 from sp_compiler.ops.alignments import CTC_LOSS, LEFT_OUT
-from sp_compiler.trace.masked_rows.rows import Declined, Rows, RowValues
+from sp_compiler.trace.masked_rows.rows import Rows, RowsRefused, RowValues
 
 _aten = torch.ops.aten
 _SUMS = (_aten.sum.default, _aten.sum.dim_IntList)
@@ -100,7 +100,7 @@ class Reductions:
         cast = {} if given == wide or not wide.is_floating_point else {"dtype": wide}
         right, added = len(shape_of(x)) - rows.dim - 1, len(shape_of(rows.mask)) - 1
         others = [dim + added * (dim > rows.dim) for dim in dims if dim != rows.dim]
-        every = values.left(x, right)
+        every = values.zero_filled(x, right)
         if mean and others:
             every, cast = values.call(_aten.mean.dim, every, others, True, **cast), {}
         places = [*range(rows.dim, rows.dim + added + 1), *others]
@@ -121,7 +121,7 @@ class Reductions:
         assert isinstance(x, Node)
         tensors = [bound["self"], bound["target"]]
         if any(len(shape_of(each)) != len(shape_of(x)) for each in tensors):
-            raise Declined("they are combined with what is no row")
+            raise RowsRefused("they are combined with what is no row")
         single = self._values.call(node.target, *({**bound, "reduction": _NONE}).values())
         single.meta["val"] = x.meta["val"]
         self._values.rows[single] = self._values.pointwise(single, self._values.rows.__getitem__)
@@ -132,12 +132,12 @@ class Reductions:
         """A loss of one class of each row, which leaves out those of ``ignore_index``."""
         values, (x, target) = self._values, (bound["self"], bound["target"])
         if not {x, target} <= values.rows.keys() or bound["weight"] in values.rows:
-            raise Declined("they are combined with what is no row")
+            raise RowsRefused("they are combined with what is no row")
         rows = values.rows[x]
         if values.rows[target].mask is not rows.mask:
-            raise Declined("they are mixed with those of another mask")
+            raise RowsRefused("they are mixed with those of another mask")
         if len(shape_of(x)) != 2 or rows.dim or len(shape_of(target)) != 1:
-            raise Declined("their classes are not in the dim behind them")
+            raise RowsRefused("their classes are not in the dim behind them")
         sizes = shape_of(rows.mask)
         every = tuple(range(len(sizes)))
         # In one dim, for dim 1 of the operand has the classes. What the mask leaves out is ignored
@@ -160,9 +160,9 @@ class Reductions:
         """A loss whose targets are chosen labels, one sequence behind the other."""
         values, targets = self._values, bound["targets"]
         if [x for x in node.all_input_nodes if x in values.rows] != [targets]:
-            raise Declined("they are combined with each other")
+            raise RowsRefused("they are combined with each other")
         if len(shape_of(targets)) != 1:
-            raise Declined("they are no single labels")
+            raise RowsRefused("they are no single labels")
         given = {**bound, "targets": self._labels(targets, LEFT_OUT)}
         self._finish(node, values.call(node.target, *given.values()))
         return True

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.cost.hardware import Hardware, Link, hardware_of
+from sp_compiler.ir.text import dtype_name
 from sp_compiler.ops.communicator import Communicator, FunctionalCollectives
 from sp_compiler.ops.convert import LINK_CROSSINGS
 from sp_compiler.ops.dropout import dropout
@@ -70,7 +71,7 @@ def profile(
     where = torch.device(device or accelerator or "cpu")
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
-    products = {str(d).removeprefix("torch."): _product_tflops(d, where) for d in _DTYPES}
+    products = {dtype_name(d): _product_tflops(d, where) for d in _DTYPES}
     measured = Hardware(
         name=_name(where),
         peak_tflops={dtype: fastest for dtype, (fastest, _) in products.items()},

@@ -17,6 +17,7 @@ from sp_compiler.ir.captured import Captured
 from sp_compiler.ir.op_traits import draws
 from sp_compiler.ir.rewriting import inherit, refake
 from sp_compiler.ir.symbolic import same_shape
+from sp_compiler.ir.text import dtype_name
 from sp_compiler.options import Dropout
 from sp_compiler.passes.normalize import normalize
 
@@ -175,6 +176,6 @@ def _form(value: Any) -> str:
     def text(leaf: Any) -> str:
         if not isinstance(leaf, Tensor):
             return str(leaf)
-        return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)} on {leaf.device}"
+        return f"{dtype_name(leaf.dtype)}{list(leaf.shape)} on {leaf.device}"
 
     return ", ".join(map(text, pytree.tree_leaves(value)))

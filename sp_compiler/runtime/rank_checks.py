@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from sp_compiler.base.errors import RankMismatchError
+from sp_compiler.ir.text import describe_tensor
 from sp_compiler.ops.gpu.host_copy import HostCopy
 from sp_compiler.runtime.failures.board import FailureBoard
 from sp_compiler.runtime.fingerprints import combined, fingerprint, leading_digest, strided
@@ -319,8 +320,7 @@ def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
         name: f"values {number % 2**64:016x}" for name, number in zip(here, numbers, strict=True)
     }
     return {
-        name: f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)} "
-        f"{values.get(name, 'on meta')}"
+        name: f"{describe_tensor(value)} {values.get(name, 'on meta')}"
         for name, value in tensors.items()
     }
 

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parameter import is_lazy
 
 from sp_compiler.base.errors import ArgumentError, CaptureError
+from sp_compiler.ir.text import describe_tensor
 from sp_compiler.trace.environment import ADVICE
 
 ExampleInputs = tuple[tuple[Any, ...], Mapping[str, Any]]
@@ -148,7 +149,7 @@ def argument_text(value: Any) -> str:
 
 def _text(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+        return describe_tensor(value)
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key}: {_text(each)}' for key, each in value.items())}}}"
     if isinstance(value, (list, tuple)):

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
+from sp_compiler.ir.text import dtype_name
 from sp_compiler.trace.attributes.changes import Key, replaced_forward
 
 _Buffers = dict[Key, Tensor | None]
@@ -139,8 +140,7 @@ def _changed_sizes(old: Tensor | None, new: Tensor | None) -> Iterator[int]:
 def _described(value: Tensor | None) -> str:
     if value is None:
         return "None"
-    dtype = str(value.dtype).removeprefix("torch.")
-    return f"{dtype} {list(value.shape)} on {value.device}"
+    return f"{dtype_name(value.dtype)} {list(value.shape)} on {value.device}"
 
 
 def _storage(value: Tensor) -> StorageWeakRef | None:

@@ -22,7 +22,7 @@ from sp_compiler.ir.program import Program
 from sp_compiler.ops.convert import conversion_between
 from sp_compiler.options import CompileOptions
 from sp_compiler.passes.sharding.alternatives import Alternatives
-from sp_compiler.passes.sharding.dim_roles import ReplicatedNode, bytes_of
+from sp_compiler.passes.sharding.dim_roles import ReplicatedNode, value_bytes
 from sp_compiler.passes.sharding.outputs import route_outputs
 from sp_compiler.passes.sharding.prices import Key
 from sp_compiler.passes.sharding.problem import OperatorSubject
@@ -181,7 +181,7 @@ class _Question:
         for vertex, choice in zip(self.vertices, choices, strict=True):
             if key in vertex.makes:
                 made = vertex.options[choice].makes[vertex.makes.index(key)]
-                return bytes_of(key[1]) // (self.builder.world_size if made.is_sharded else 1)
+                return value_bytes(key[1]) // (self.builder.world_size if made.is_sharded else 1)
         raise AssertionError(key)
 
     def _conversion_text(self, conversion: Conversion) -> str:

@@ -68,20 +68,20 @@ def outline(
     _make_names_unique(distinct.regions)
     returned = [refs[leaf] if isinstance(leaf, Node) else leaf for leaf in captured.outputs]
     return Program(
-        program_calls,
-        returned,
-        captured.out_spec,
-        {name: refs[node] for name, node in captured.mutated_buffers.items()},
-        dict(captured.aliases),
-        dict(captured.constants),
-        list(captured.notes),
-        captured.parameters,
-        wishes,
-        captured.sizes,
-        captured.functions,
-        captured.decisions,
-        captured.stored,
-        captured.experts,
+        calls=program_calls,
+        outputs=returned,
+        out_spec=captured.out_spec,
+        mutated_buffers={name: refs[node] for name, node in captured.mutated_buffers.items()},
+        aliases=dict(captured.aliases),
+        constants=dict(captured.constants),
+        notes=list(captured.notes),
+        parameters=captured.parameters,
+        wishes=wishes,
+        sizes=captured.sizes,
+        functions=captured.functions,
+        decisions=captured.decisions,
+        stored=captured.stored,
+        experts=captured.experts,
     )
 
 

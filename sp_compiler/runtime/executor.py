@@ -90,20 +90,20 @@ class Executor:
         self._leaves_partial = leaves_partial
         self._runners = {
             region.name: RegionRunner(
-                compiled.codes[region.name],
-                compiled.differentiable[region.name],
-                tp,
-                tuple(i for i, kind in enumerate(region.input_kinds) if kind == "param"),
-                compiled.loss_backwards.get(region.name),
-                {
+                code=compiled.codes[region.name],
+                differentiable=compiled.differentiable[region.name],
+                tp=tp,
+                parameters=tuple(
+                    index for index, kind in enumerate(region.input_kinds) if kind == "param"
+                ),
+                loss_backward=compiled.loss_backwards.get(region.name),
+                padded={
                     index: placement
-                    for index, (kind, placement) in enumerate(
-                        zip(region.input_kinds, region.input_placements, strict=True)
-                    )
-                    if kind == "param" and placement.padding(tp.world_size)
+                    for index, placement in enumerate(region.input_placements)
+                    if region.input_kinds[index] == "param" and placement.padding(tp.world_size)
                 },
-                _partial_gradients(region),
-                compiled.reached_from.get(region.name, {}),
+                partial=_partial_gradients(region),
+                reached_from=compiled.reached_from.get(region.name, {}),
             )
             for region in compiled.program.regions
         }

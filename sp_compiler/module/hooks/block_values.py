@@ -292,13 +292,13 @@ class BlockForms:
             for value, form in pairs
         )
         return Shown(
-            self.tp,
-            self.path,
-            tuple(values),
-            forms,
-            positions,
-            full,
-            are_gradients,
-            tuple(map(_needs_gradient, full)),
-            tuple(map(_num_changes, full)),
+            tp=self.tp,
+            path=self.path,
+            values=tuple(values),
+            forms=forms,
+            positions=positions,
+            full=full,
+            are_gradients=are_gradients,
+            need_gradients=tuple(map(_needs_gradient, full)),
+            versions=tuple(map(_num_changes, full)),
         )

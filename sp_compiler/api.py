@@ -191,7 +191,7 @@ def pipeline(  # noqa: PLR0913 - all by keyword, each described below
             and the activations in flight; ``None`` for no limit.
         weigh: ``weigh(*args, **kwargs)`` returns the weight of a microbatch's loss from its inputs,
             for example the number of labelled tokens; ``None`` weights all microbatches equally.
-            Weights are normalised over the data axes too, so that the mean of the losses of all
+            Weights are normalized over the data axes too, so that the mean of the losses of all
             parts is the loss of the full batch.
         return_outputs: whether a step returns the model's outputs, as :meth:`PipelineModule.eval`
             does, and holds the logits of the batch, instead of its loss alone.

@@ -34,9 +34,9 @@ def run_user_pass(captured: Captured, user_pass: UserPass, dropout: Dropout) -> 
     the right form are for :func:`sp_compiler.verify` to find.
 
     Args:
-        captured: normalised.
+        captured: normalized.
         user_pass: see :class:`sp_compiler.options.Options`.
-        dropout: the option; new nodes are normalised too, as later passes require.
+        dropout: the option; new nodes are normalized too, as later passes require.
 
     Raises:
         PassError: with the pass, and the node if there is one.
@@ -74,7 +74,7 @@ def run_user_pass(captured: Captured, user_pass: UserPass, dropout: Dropout) -> 
     try:
         normalize(captured, dropout)
     except Exception as error:
-        raise PassError(name, f"cannot be normalised: {error}") from error
+        raise PassError(name, f"cannot be normalized: {error}") from error
     _check_outputs(name, module.graph, before[1])
 
 

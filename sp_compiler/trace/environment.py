@@ -93,12 +93,14 @@ def export_context(
 ) -> Iterator[list[FunctionCall]]:
     """Context in which a model is exported; it restores everything at its end.
 
-    Yields the calls of autograd functions, a list that grows while the model is exported.
-
-    ``use_cache``: the caller's argument, if there is one; a cache is refused with a warning.
-
     The root's own hooks run in the caller's module; gradients are recorded regardless of the
     caller's grad mode; autocast does not change.
+
+    Args:
+        use_cache: the caller's argument, if there is one; a cache is refused with a warning.
+
+    Yields:
+        The calls of autograd functions, a list that grows while the model is exported.
     """
     fix_states_of_lstms()
     with contextlib.ExitStack() as stack:

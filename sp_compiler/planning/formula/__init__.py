@@ -127,7 +127,8 @@ class ActivationFormula:
         return replace(self, symbols={**self.symbols, "b": replace(known, value=1)})
 
     def same_bytes(self, other: ActivationFormula) -> bool:
-        """Tell whether each tensor, block and the total have the bytes of ``other``, sizes too."""
+        """Return whether ``other`` has the same sizes, and as many bytes of each tensor and block
+        and in total."""
         return self._bytes() == other._bytes()
 
     def _bytes(self) -> dict[str, Any]:

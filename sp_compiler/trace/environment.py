@@ -342,6 +342,9 @@ def capture_error(
         advice = (
             "a traced tensor has no numbers for NumPy; compute with torch's functions in forward"
         )
+    if "higher order operator" in text:  # Dynamo, which torch.cond runs, says no more
+        text = "control flow of PyTorch's own, such as torch.cond"
+        advice = "write it with tensor operations, such as torch.where"
     if "fake tensor in the exported program" in text:
         text = "a value got past the tracer, which x.data does, and a gradient taken in forward"
         advice = "read x.detach() instead; writes into x.data, and gradients, belong outside of it"

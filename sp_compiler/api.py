@@ -362,8 +362,8 @@ def plan(  # noqa: PLR0913 - all by keyword, each described below
     """
     if mesh is not None and (tp is not None or microbatches is None):
         raise ArgumentError(
-            f"mesh={mesh!r} with tp={tp!r}, microbatches={microbatches!r}: a grid takes "
-            "microbatches=, and its size of tp from mesh"
+            f"mesh={mesh!r} with tp={tp!r}, microbatches={microbatches!r}: a grid needs "
+            "microbatches=, and takes the size of tp from mesh=; leave out tp="
         )
     of_grid: Any = {
         "microbatches": microbatches,

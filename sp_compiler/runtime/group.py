@@ -156,7 +156,8 @@ def tensor_parallel_group(
         size = 1 if lacks_tp else axis.size()
         if tp is not None and tp != size:
             raise ArgumentError(
-                f'tp={tp}, but the mesh has {size} ranks on its axis "{TENSOR_AXIS}"'
+                f'tp={tp}, but the mesh has {size} ranks on its axis "{TENSOR_AXIS}": leave out '
+                "tp=, or pass a mesh of that size"
             )
         refuse_unknown_axes(mesh)
         if not in_stages:

@@ -74,7 +74,8 @@ def checked_inputs(model: Any, example_inputs: Any) -> tuple[tuple[Any, ...], di
     ):
         got = type(example_inputs).__name__
         if isinstance(example_inputs, tuple):
-            got = f"({', '.join(type(value).__name__ for value in example_inputs)})"
+            kinds = [type(value).__name__ for value in example_inputs]
+            got = f"({kinds[0]},)" if len(kinds) == 1 else f"({', '.join(kinds)})"
         raise ArgumentError(
             "example_inputs: expected (args, kwargs), a tuple of a tuple and a dict, such as "
             f"((), {{'input_ids': ids}}) or ((x, y), {{}}); got {got}"

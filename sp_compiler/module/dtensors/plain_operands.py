@@ -300,8 +300,8 @@ def _set_data(self: DTensor, value: Tensor) -> None:
     if isinstance(self, GatheredView) or self.device_mesh.mesh_dim_names != (TENSOR_AXIS,):
         # FSDP, for one, gathers from memory of its own, not from the DTensor.
         raise UnsupportedError(
-            f"data of a DTensor over {self.device_mesh} is set, of which others hold the memory: "
-            "write the values: parameter.data.copy_(values)"
+            f"the data of a DTensor over {self.device_mesh} cannot be set, because others hold the "
+            "memory: write the values instead, parameter.data.copy_(values)"
         )
     self._local_tensor = part
     # A backward of before would read the new numbers: it raises, as after any write.

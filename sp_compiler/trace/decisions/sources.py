@@ -100,7 +100,7 @@ def storage_of(node: Node) -> int | None:
     return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
 
 
-def under_autocast(parts: Sequence[Node]) -> bool:
+def is_under_autocast(parts: Sequence[Node]) -> bool:
     """Return whether a floating value of ``parts`` is computed inside an autocast of the model."""
     # Before a call only the caller's own autocast is on.
     depth, inside = 0, set()

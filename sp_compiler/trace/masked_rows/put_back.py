@@ -81,7 +81,7 @@ class PutBack:
             hit = self._values.hit(mask, axes, right)
             picked = self._picked(value, axes, right)
             result = self._values.call(_aten.where.self, hit, picked, base)
-        self._finish(node, result)
+        self._values.substitute(node, result)
 
     def _write_number(self, node: Node, base: Node, indices: Sequence[Node], number: Node) -> None:
         """``y[torch.where(mask)] = number``: it does not matter which row writes it."""
@@ -93,7 +93,7 @@ class PutBack:
             raise RowsRefused("a number is written at other places")
         right = len(shape_of(base)) - len(axes)
         hit = self._values.hit(places[0].mask, tuple(axes), right)
-        self._finish(node, self._values.call(_aten.where.self, hit, number, base))
+        self._values.substitute(node, self._values.call(_aten.where.self, hit, number, base))
 
     def _add_anywhere(self, node: Node, base: Node, places: Sequence[Rows], value: Node) -> None:
         """Add all rows at their positions, with zeros where the mask selects none."""
@@ -112,11 +112,9 @@ class PutBack:
         kept = self._values.call(
             _aten.reshape.default, self._values.zero_filled(value, len(rest)), [count, *rest]
         )
-        self._finish(node, self._values.call(_aten.index_add.default, base, 0, index, kept))
-
-    def _finish(self, node: Node, result: Node) -> None:
-        result.meta["val"] = node.meta["val"]
-        node.replace_all_uses_with(result)
+        self._values.substitute(
+            node, self._values.call(_aten.index_add.default, base, 0, index, kept)
+        )
 
     def _summed(self, value: Node, axes: tuple[int, ...], right: int) -> Node:
         """The sum of the selected rows at each position of ``axes``, which the value may lack."""

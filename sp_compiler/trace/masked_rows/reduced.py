@@ -55,7 +55,7 @@ class Reductions:
         if target is CTC_LOSS.overload:
             return self._of_alignments(node, bound)
         if target in _OF_PAIRS and bound["reduction"] != _NONE:
-            self._finish(node, self._pairs(node, bound))
+            self._values.substitute(node, self._pairs(node, bound))
         elif target in (*_SUMS, *_MEANS):
             x = bound["self"]
             rank, dim = len(shape_of(x)), self._values.rows[x].dim
@@ -65,7 +65,7 @@ class Reductions:
             result = self._reduced(node, x, dims, mean=target in _MEANS)
             if bound.get("keepdim"):
                 result = self._values.call(_aten.reshape.default, result, shape_of(node))
-            self._finish(node, result)
+            self._values.substitute(node, result)
         else:
             return False
         return True
@@ -153,7 +153,7 @@ class Reductions:
             loss = values.call(_aten.reshape.default, loss, sizes)
             values.rows[node] = Rows(rows.mask, loss, 0, every)
         else:
-            self._finish(node, loss)
+            self._values.substitute(node, loss)
         return True
 
     def _of_alignments(self, node: Node, bound: Mapping[str, Any]) -> bool:
@@ -164,7 +164,7 @@ class Reductions:
         if len(shape_of(targets)) != 1:
             raise RowsRefused("they are no single labels")
         given = {**bound, "targets": self._labels(targets, LEFT_OUT)}
-        self._finish(node, values.call(node.target, *given.values()))
+        self._values.substitute(node, values.call(node.target, *given.values()))
         return True
 
     def _labels(self, labels: Node, left_out: int) -> Node:
@@ -174,10 +174,6 @@ class Reductions:
         wide, hit = values.widened(rows, every, 0, labels), values.hit(rows.mask, every, 0)
         wide = values.call(_aten.where.ScalarOther, hit, wide, left_out)
         return values.call(_aten.reshape.default, wide, [-1])
-
-    def _finish(self, node: Node, result: Node) -> None:
-        result.meta["val"] = node.meta["val"]
-        node.replace_all_uses_with(result)
 
 
 def _is_reduction(node: Node) -> bool:

@@ -155,16 +155,25 @@ class RowValues:
         every = tuple(range(len(shape_of(rows.mask))))
         return self.zeroed(self.widened(rows, every, right, value), rows.mask, every, right)
 
+    @staticmethod
+    def substitute(node: Node, result: Node) -> None:
+        """Put ``result`` in the place of ``node``, which does not depend on the number of rows."""
+        result.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(result)
+
 
 def union(rows: Iterable[Rows]) -> tuple[int, ...]:
+    """Return the dims of the mask that any of ``rows`` depends on, in order."""
     return tuple(sorted({axis for each in rows for axis in each.axes}))
 
 
 def is_mask(index: Node) -> bool:
+    """Return whether indexing by ``index`` selects rows; other indices are places."""
     return isinstance(index, Node) and index.meta["val"].dtype in (torch.bool, torch.uint8)
 
 
 def is_pointwise(node: Node) -> bool:
+    """Return whether each row of the result is computed from the same row of the operands."""
     tags = getattr(node.target, "tags", ())
     return torch.Tag.pointwise in tags or _name(node) in _FINITE
 

@@ -40,7 +40,7 @@ def label_dims(program: Program, facts: dict[int, RegionValues], world_size: int
 def _label_channels(
     program: Program, facts: dict[int, RegionValues]
 ) -> dict[Value, tuple[int, ...]]:
-    """Mark features, also of regions that are told by those around them.
+    """Mark features, also in regions that learn of them from the regions around them.
 
     Returns:
         By value that crosses regions, the dims of channels if they are in front of the others:
@@ -55,22 +55,22 @@ def _label_channels(
         marks = ((value, dim) for value in params for dim in range(len(value_shape(value))))
         facts[id(region)].features.update(dict.fromkeys(marks))
     classes, where = _crossings(program, facts)
-    # To a fixed point: a region without parameters learns of channels from one side alone, and
-    # tells the other.
+    # To a fixed point: a region without parameters learns of channels from the regions on one side,
+    # and passes them on to those on the other.
     channels: dict[Value, tuple[int, ...]] = {}
     pending = list(facts.values())
     while pending:
         for each in pending:
             _spread_features(each)
         channels = {value: _channels(values, where) for values in classes for value in values}
-        told: dict[int, RegionValues] = {}
+        changed: dict[int, RegionValues] = {}
         for value, dims in channels.items():
             known = where[value]
             features = dict.fromkeys((value, dim) for dim in dims)
             if features.keys() - known.features.keys():
                 known.features.update(features)
-                told[id(known)] = known
-        pending = list(told.values())
+                changed[id(known)] = known
+        pending = list(changed.values())
     return channels
 
 

@@ -201,7 +201,7 @@ def region_text(
             names.setdefault(node.name, name)
     forward = bodies.pop("forward")
     inputs = forward.graph.find_nodes(op="placeholder")
-    # Of the forward, for all: comments of a backward may tell sizes that it does not take.
+    # Of the forward, for all: comments of a backward may name sizes that it does not take.
     sizes = {symbol_of(node): names[node.name] for node in inputs if symbol_of(node)}
     for body in (forward, *bodies.values()):
         body.printer.sizes = sizes

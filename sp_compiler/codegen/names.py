@@ -108,7 +108,7 @@ class ValueNames:
         elif node in self._gradient_of:
             yield f"grad_{self._base(self._gradient_of[node])}"
         elif (first := _first_part(node)) is not None:
-            # ln_1_rstd: a statistic is told by the norm that it is of.
+            # ln_1_rstd: a statistic is named after its norm.
             yield f"{self._base(first)}_{_operator_name(node)}"
         else:
             partial = "_partial" if self._is_partial(node) else ""

@@ -146,7 +146,7 @@ class Executor:
             seed: the seed of this forward's random numbers; required if ``needs_seed``.
 
         Raises:
-            IndexError: ids of an earlier call were out of range, which a device tells late.
+            IndexError: ids of an earlier call were out of range: a device reports it late.
         """
         self.tp.id_checks.settle()
         with with_captured_casts():

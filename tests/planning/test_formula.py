@@ -314,7 +314,7 @@ def test_a_batch_of_one_that_is_not_told_is_derived_at_a_larger_one() -> None:
     for block in other.blocks:
         assert told.value(told.blocks[block.name], b=3) == block.kept_bytes
     assert told.value(told.total, b=3) == other.activation_bytes
-    with pytest.raises(ArgumentError, match="need a plan whose example has a batch of two"):
+    with pytest.raises(ArgumentError, match="make a plan with a batch of two"):
         own.value(own.blocks["TransformerEncoderLayer"], b=3)
 
 

@@ -150,7 +150,7 @@ def _nodes(module: GraphModule) -> Iterator[Node]:
 
 def _is_simple(node: Node) -> bool:
     """Return whether the node writes nothing in place and its value consists of plain tensors and
-    sizes that the inputs tell."""
+    of sizes that follow from those of the inputs."""
     for leaf in pytree.tree_leaves(node.meta.get("val")):
         if isinstance(leaf, Tensor) and (type(leaf) is not FakeTensor or leaf.is_conj()):
             return False

@@ -21,12 +21,13 @@ from sp_compiler.ops.dropout import dropout
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _MATRIX_SIZES = (256, 512, 1024, 2048, 4096, 8192)
-_COPY_BYTES = 256 << 20
-_RANDOM_SHAPE = (1 << 12, 1 << 12)
-_SMALL_BYTES, _LARGE_BYTES = 1 << 10, 64 << 20
 # A product that takes longer than this is the last of its dtype: the larger take eight times that.
 _LONG_S = 0.05
-_REPEATS = 7
+_RANDOM_SHAPE = (1 << 12, 1 << 12)  # 64 MiB: more than most caches hold, as activations are
+# The time of a small transfer is latency; large ones are as long as their bytes take.
+_SMALL_BYTES, _LARGE_BYTES = 1 << 10, 64 << 20
+_COPY_BYTES = 256 << 20  # copies within a device are faster, and need more bytes to take as long
+_REPEATS = 7  # of which the shortest counts
 
 
 def profile(

@@ -26,10 +26,10 @@ from sp_compiler.runtime.group import TensorParallelGroup, on_device
 from sp_compiler.runtime.keys.call_key import CallKey, leaf_text
 from sp_compiler.runtime.watched_collectives import outside_modes
 
-# Mistakes of data loading show at once; what begins later (a loader that drifts) is found soon.
-_FIRST_CALLS = 3
-_EVERY = 16
-_REMEMBERED_KEYS = 64
+# Inputs are compared in the first calls of a kind, where mistakes of data loading show, and then
+# every so many calls, which finds what begins later (a loader that drifts) and costs little.
+_FIRST_CALLS, _EVERY = 3, 16
+_REMEMBERED_KEYS = 64  # kinds of calls whose number is counted; more are those of changing sizes
 _CALL = "call"
 _INPUT = "input "
 

@@ -200,6 +200,7 @@ def _viewed(node: Node) -> Node:
 
 
 def is_table(index: Any) -> bool:
+    """Return whether ``index`` is a tensor of places with several dims."""
     return isinstance(index, Node) and not is_mask(index) and len(shape_of(index)) > 1
 
 

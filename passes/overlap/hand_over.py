@@ -14,8 +14,8 @@
 "Before" and "behind" count calls as the forward runs them, so that the call before has its backward
 next. A backward begins with the gather of a gradient, under which nothing of the call itself can
 run but what it recomputes. A gradient of a weight of the call behind can run there from the start:
-what computes it has no collectives. These stay in the first function, with all that they are
-computed from, and so does what reads parameters.
+what computes it has no collectives, which stay in the first function with their operands, as does
+what reads parameters.
 
 Nodes keep their meta; placeholders of what a function is given as its own get ``meta["handed"]``.
 """

@@ -31,12 +31,7 @@ from sp_compiler.trace.tracer_patches import fix_states_of_lstms, patched_tracer
 ADVICE = "what to do: "
 """Beginning of the last line of an error of the capture."""
 
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Warnings per model, so that its captures for several shapes give each of them once.
 _WARNED: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 

@@ -88,17 +88,14 @@ class Hint:
 
 
 def unknown(size: int, hint: Hint | None = None) -> Dim:
-    """Return a dim of ``size`` whose factors are not known; ``hint``: see :class:`Atom`."""
     return (Atom(size, hint=hint),) if size != 1 else ()
 
 
 def is_in_doubt(dim: Dim) -> bool:
-    """Return whether ``dim`` has a factor that is in doubt, see :class:`Atom`."""
     return any(atom.in_doubt for atom in resolved(dim))
 
 
 def size_of(dim: Dim) -> int:
-    """Return the number of elements of ``dim`` in this plan."""
     return prod(atom.value for atom in dim)
 
 

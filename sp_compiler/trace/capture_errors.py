@@ -87,7 +87,7 @@ def _explained(error: Exception, text: str) -> tuple[str, str]:
 def users_frames(trace: TracebackType | None) -> TracebackType | None:
     """Return ``trace`` without the frames of PyTorch and sp_compiler around a frame of the user's.
 
-    Between two calls of a model's modules there are a dozen of the capture, which tell nothing.
+    Between two calls of a model's modules there are a dozen of the capture, of no use to a user.
     """
     frames = []
     while trace is not None:

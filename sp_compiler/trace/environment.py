@@ -24,12 +24,7 @@ from sp_compiler.trace.attributes.changes import Settled
 from sp_compiler.trace.autograd_functions import FunctionCall, recorded_functions
 from sp_compiler.trace.tracer_patches import fix_states_of_lstms, patched_tracers
 
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Warnings per model, so that its captures for several shapes give each of them once.
 _WARNED: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 
@@ -86,12 +81,14 @@ def export_context(
 ) -> Iterator[list[FunctionCall]]:
     """Context in which a model is exported; it restores everything at its end.
 
-    Yields the calls of autograd functions, a list that grows while the model is exported.
-
-    ``use_cache``: the caller's argument, if there is one; a cache is refused with a warning.
-
     The root's own hooks run in the caller's module; gradients are recorded regardless of the
     caller's grad mode; autocast does not change.
+
+    Args:
+        use_cache: the caller's argument, if there is one; a cache is refused with a warning.
+
+    Yields:
+        The calls of autograd functions, a list that grows while the model is exported.
     """
     fix_states_of_lstms()
     with contextlib.ExitStack() as stack:

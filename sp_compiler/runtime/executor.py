@@ -390,10 +390,8 @@ def _partial_gradients(region: Region) -> frozenset[int]:
 
 def _require_gathered(owner: Tensor, name: str, path: str) -> None:
     """Raise an error if FSDP has not gathered the parameter ``name`` for the call at ``path``."""
-    axes = (
-        (owner.device_mesh.mesh_dim_names or (TENSOR_AXIS,)) if isinstance(owner, DTensor) else ()
-    )
-    if any(axis not in (TENSOR_AXIS, EXPERT_AXIS) for axis in axes):
+    axes = owner.device_mesh.mesh_dim_names if isinstance(owner, DTensor) else None
+    if any(axis not in (TENSOR_AXIS, EXPERT_AXIS) for axis in axes or ()):
         raise UnsupportedError(
             f"parameter {name!r} is used by {path or 'what runs outside of blocks'!r}, while "
             "fully_shard gathers it for the module that it was applied to, only while that runs; "

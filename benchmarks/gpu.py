@@ -18,13 +18,15 @@ trace     kernels of a step of the 22B layer with dropout and "selective"; ``--w
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -37,6 +39,7 @@ import sp_compiler
 from benchmarks.gpu_slices import DROPOUT, KernelRow, SliceRow, slices, trace
 from benchmarks.measure import PeakRecorder, loss_of
 from benchmarks.performance import RESULTS, markdown_table, save
+from sp_compiler.ops.gpu import attention
 from tests.models import architectures
 from tests.models.architecture import Size
 
@@ -117,12 +120,13 @@ def _memory(name: str, module: Any, inputs: Mapping[str, Tensor]) -> MemoryRow:
     loss_of(module(**inputs)).backward()
     module.zero_grad(set_to_none=True)
     gc.collect()
-    on_cuda = next(module.parameters()).is_cuda
+    device = next(module.parameters()).device.type
+    on_cuda = device == "cuda"
     if on_cuda:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     before = _requested("current") if on_cuda else 0
-    with PeakRecorder() as recorder:
+    with PeakRecorder(device) as recorder, kernels_shown():
         output = module(**inputs)
         outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
         # Views of constants are made in every forward, and their memory in none.
@@ -142,6 +146,19 @@ def _memory(name: str, module: Any, inputs: Mapping[str, Tensor]) -> MemoryRow:
         # What was asked for: blocks are larger, by up to 511 bytes each.
         _requested("peak") - before if on_cuda else None,
     )
+
+
+@contextlib.contextmanager
+def kernels_shown() -> Iterator[None]:
+    """Context in which a recorder of operators sees the results of attention's compiled kernels."""
+    run = attention._run
+
+    def shown(*args: Any) -> Sequence[Tensor] | None:
+        made = run(*args)
+        return None if made is None else [x.detach() for x in made]
+
+    with mock.patch.object(attention, "_run", shown):
+        yield
 
 
 def _requested(which: str) -> int:

@@ -44,9 +44,17 @@ _PROPERTIES = SimpleNamespace(
 )
 
 
-def until_written(traced: Traced, look: Callable[[GraphLowering], T]) -> T:
+def until_written(
+    traced: Traced,
+    look: Callable[[GraphLowering], T],
+    compiled: Callable[[Traced], Any] = lowering.compile_graph,
+) -> T:
     """Let Inductor compile a traced function for a GPU until it would write its code; return what
-    ``look`` sees then."""
+    ``look`` sees then.
+
+    Args:
+        compiled: calls Inductor.
+    """
 
     def stop(graph: GraphLowering) -> None:
         raise _WrittenError(look(graph))
@@ -54,7 +62,7 @@ def until_written(traced: Traced, look: Callable[[GraphLowering], T]) -> T:
     on_gpu = _on_gpu(traced)
     with mock.patch.object(GraphLowering, "compile_to_module", stop), _gpu_pretended():
         try:
-            lowering.compile_graph(on_gpu)
+            compiled(on_gpu)
         except Exception as error:  # Inductor wraps what is raised while it compiles
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, _WrittenError):
@@ -117,6 +125,8 @@ def _gpu_pretended() -> Iterator[None]:
         "torch.cuda.current_device": lambda: 0,
         "torch.utils._triton.triton_hash_with_backend": lambda: "",
         "torch._inductor.scheduler.has_triton": lambda: True,
+        # Patterns that it would trace with tensors of the GPU; nothing here has any.
+        "torch._inductor.fx_passes.joint_graph.lazy_init": lambda device: None,
     }
     with contextlib.ExitStack() as stack:
         for name, fact in facts.items():
@@ -140,4 +150,6 @@ def _gpu_pretended() -> Iterator[None]:
         empty = {op: lambda x, *_: torch.empty_like(x) for op in _DECOMPOSED}
         stack.enter_context(mock.patch.dict(decomposition_table, empty))
         stack.enter_context(config.patch(force_disable_caches=True, compile_threads=1))
+        # Constants it would compute on the GPU.
+        stack.enter_context(config.patch(joint_graph_constant_folding=False))
         yield

@@ -273,7 +273,7 @@ def frontier_rows(model: nn.Module, kwargs: dict[str, Any]) -> Iterator[tuple[st
     with _recorded(problems):
         plan(model, ((), kwargs), tp=2, recompute="auto", memory_budget=10**12)
     for values in problems:
-        program = recompute_frontier._SavingProgram(values, host_us=0.0)
+        program = recompute_frontier.SavingProgram(values, host_us=0.0)
         small, fast = program.solve(us_per_byte=np.inf), program.solve()
         if small is None or fast is None or small.num_bytes >= fast.num_bytes:
             continue

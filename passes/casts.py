@@ -29,7 +29,7 @@ import torch
 from torch.fx import Graph, Node
 
 from sp_compiler.base.pass_report import Pass, report_of
-from sp_compiler.ir.op_traits import collective_of, is_name, is_narrowing_cast, is_returned
+from sp_compiler.ir.op_traits import collective_of, is_narrowing_cast, is_pure_view, is_returned
 from sp_compiler.ir.rewriting import fake_value, inherit, make_like, merge_equal
 from sp_compiler.ir.symbolic import same_shape
 from sp_compiler.trace.joint import JointGraph
@@ -76,7 +76,7 @@ def _gather_behind(cast: Node) -> None:
     """``cast(view(gather(x)))`` -> ``view(gather(cast(x)))``, if no other reads what is between."""
     views: list[Node] = []
     source = cast.args[0]
-    while is_name(source) and len(source.users) == 1 and not _gathers(source):
+    while is_pure_view(source) and len(source.users) == 1 and not _gathers(source):
         views.append(source)
         source = source.args[0]
     if not _gathers(source) or len(source.users) > 1:

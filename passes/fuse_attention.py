@@ -15,7 +15,7 @@ made of. Scale, mask and dropout are optional, as are casts and a merge of sampl
 the steps. A query that may see no key has the context 0, where a graph may make NaN.
 
 A bias is an obstacle, for it may be a mask of finite numbers: a query without keys then has the
-mean of all values, which the operator's numbers per query are too few to tell.
+mean of all values, which does not follow from the number per query that the operator keeps.
 
 Returns a copy of the region. Reads ``meta["val"]`` and ``meta["placement"]``; the context has the
 placement of the product that it replaces.

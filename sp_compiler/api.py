@@ -38,7 +38,7 @@ from sp_compiler.pipeline_parallel.microbatches import check_weigh
 from sp_compiler.pipeline_parallel.pipeline_module import PipelineModule
 from sp_compiler.pipeline_parallel.schedules import schedule_of
 from sp_compiler.planning.costly_fallbacks import FallbackCheck, refuse_costly
-from sp_compiler.planning.larger_batch import telling_batch
+from sp_compiler.planning.larger_batch import with_batch_formulas
 from sp_compiler.planning.plan import Plan
 from sp_compiler.planning.planned_program import PlannedProgram
 from sp_compiler.runtime.group import RANK_TIMEOUT, device_type_of, tensor_parallel_group
@@ -191,7 +191,7 @@ def pipeline(  # noqa: PLR0913 - all by keyword, each described below
             and the activations in flight; ``None`` for no limit.
         weigh: ``weigh(*args, **kwargs)`` returns the weight of a microbatch's loss from its inputs,
             for example the number of labelled tokens; ``None`` weights all microbatches equally.
-            Weights are normalised over the data axes too, so that the mean of the losses of all
+            Weights are normalized over the data axes too, so that the mean of the losses of all
             parts is the loss of the full batch.
         return_outputs: whether a step returns the model's outputs, as :meth:`PipelineModule.eval`
             does, and holds the logits of the batch, instead of its loss alone.
@@ -362,8 +362,8 @@ def plan(  # noqa: PLR0913 - all by keyword, each described below
     """
     if mesh is not None and (tp is not None or microbatches is None):
         raise ArgumentError(
-            f"mesh={mesh!r} with tp={tp!r}, microbatches={microbatches!r}: a grid takes "
-            "microbatches=, and its size of tp from mesh"
+            f"mesh={mesh!r} with tp={tp!r}, microbatches={microbatches!r}: a grid needs "
+            "microbatches=, and takes the size of tp from mesh=; leave out tp="
         )
     of_grid: Any = {
         "microbatches": microbatches,
@@ -395,6 +395,6 @@ def plan(  # noqa: PLR0913 - all by keyword, each described below
     if checked.strict:
         refuse_costly(compiled.plan.costly_fallbacks, grid.tp)
     if on_grid is None:  # at batch 1 its formulas need a second batch, built on demand
-        return telling_batch(compiled, args, kwargs, partial(build, model, options=checked))
+        return with_batch_formulas(compiled, args, kwargs, partial(build, model, options=checked))
     chain = Chain.of(compiled, compiled.plan) if grid.pp > 1 else Chain.uncut(compiled.plan)
     return grid_plan(compiled.plan, chain, on_grid)

@@ -192,7 +192,7 @@ def compile_captured(
 def to_program(
     captured: Captured, options: CompileOptions, run: PassRunner | None = None
 ) -> Program:
-    """Normalise ``captured`` in place and outline it into regions, not sharded yet."""
+    """Normalize ``captured`` in place and outline it into regions, not sharded yet."""
     run = run or PassRunner()
     wishes = wishes_of(options.hints, captured.parameters)
     run.once(Pass.NORMALIZE, normalize, captured, options.dropout)

@@ -115,10 +115,10 @@ class Options(TypedDict, total=False):
             part is sharded.
         passes: your own passes, in order, each a function ``def my_pass(graph:
             torch.fx.GraphModule) -> sp_compiler.PassReport | int | None``. A pass rewrites in place
-            the normalised graph of the unsharded model (ATen operators, values in
+            the normalized graph of the unsharded model (ATen operators, values in
             ``meta["val"]``), before it is cut into blocks, and returns the number of rewrites or a
             report of them. New nodes need no ``meta["val"]`` or ``meta["requires_grad"]`` and may
-            be any overload of an operator: both keys are completed, and the graph is normalised
+            be any overload of an operator: both keys are completed, and the graph is normalized
             again. The graph is then checked; :class:`sp_compiler.PassError` names the pass that
             broke it. Pass the same on every rank.
         strict: raise :class:`sp_compiler.UnsupportedError` if a costly part of the model stays

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
 from collections.abc import Iterator
@@ -143,6 +144,7 @@ def test_a_mask_of_more_than_32_bits_of_elements() -> None:
         (torch.float32, 256, 256, 64),
         (torch.float32, 200, 333, 96),
         (torch.bfloat16, 1024, 1024, 128),
+        (torch.bfloat16, 1100, 200, 64),
         (torch.float16, 300, 300, 256),
     ],
 )
@@ -163,8 +165,7 @@ def test_attention_has_the_numbers_of_its_operators(
     expected = (context, logsumexp, *dropout_attention_backward(tp, grad.double(), *given))
     there: Any = [x.cuda() for x in factors]
     rest = [x.cuda() if isinstance(x, Tensor) else x for x in rest]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # of what PyTorch cannot compile
+    with _no_fallback():
         results = dropout_attention(tp, *there, *rest)
         given = (*there, *results, *rest)
         made = dropout_attention_backward(tp, grad.cuda(), *given)
@@ -174,16 +175,72 @@ def test_attention_has_the_numbers_of_its_operators(
         assert error < tolerance
 
 
+@contextlib.contextmanager
+def _no_fallback() -> Iterator[None]:
+    """Context in which it is an error that kernels could not be compiled, or a step recorded."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*with its scores in memory|.*without CUDA graphs")
+        yield
+
+
+def test_a_mask_of_attention_of_more_than_32_bits_of_elements() -> None:
+    size, rows, tp = 46_500, 8, Communicator(None, 0, 1)
+    generator = torch.Generator("cuda").manual_seed(0)
+    query, key, value = torch.randn(3, 1, 1, size, 64, generator=generator, device="cuda").half()
+    mask = torch.ones(1, 1, size, size, dtype=torch.bool, device="cuda").tril_()
+    with _no_fallback():
+        context, _ = dropout_attention(tp, query, key, value, mask, None, 0.125, 0.0, 0, 0, 1)
+    scores = 0.125 * query[..., -rows:, :].double() @ key.double().mT
+    true = scores.masked_fill(~mask[..., -rows:, :], -torch.inf).softmax(-1) @ value.double()
+    error = (context[..., -rows:, :] - true).abs().max() / true.abs().max()
+    assert error < 4 * torch.finfo(torch.float16).eps
+
+
+_OF_256 = GPTConfig(vocab_size=1024, num_positions=256, hidden_size=256, num_layers=2, num_heads=4)
+
+
+def test_recorded_attention_has_the_same_bits() -> None:
+    ids = torch.arange(512, device="cuda").view(2, 256)
+    found: list[list[Tensor]] = []
+    for recorded in (False, True):
+        torch.manual_seed(0)
+        module: Any = sp_compiler.compile(PlainGPT(_OF_256).cuda(), tp=1, cuda_graphs=recorded)
+        torch.manual_seed(1)
+        losses = []
+        with _no_fallback():
+            for _ in range(4):
+                losses.append(module(ids, labels=ids)[0])
+                losses[-1].backward()
+        assert "dropout_attention" in module.code
+        found.append([*losses, *(x.grad for x in module.parameters() if x.grad is not None)])
+    for plain, replayed in zip(*found, strict=True):
+        assert torch.equal(plain, replayed)
+
+
+@torch.no_grad()
+def test_a_forward_is_recorded_by_the_user() -> None:
+    """Its ids are looked up, and nobody waits for what they are."""
+    module: Any = sp_compiler.compile(_gpt().cuda().eval(), tp=1)
+    ids = _ids()
+    for _ in range(3):
+        module(ids)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = module(ids)[0]
+    for shifted in (ids + 1, ids.flip(-1)):
+        expected = module(shifted)[0].clone()
+        ids.copy_(shifted)
+        graph.replay()
+        assert torch.equal(result, expected)
+
+
 def test_attention_of_a_model_is_one_operator() -> None:
     """Its losses and gradients are those of the CPU, where its scores are in memory."""
-    config = GPTConfig(
-        vocab_size=1024, num_positions=256, hidden_size=256, num_layers=2, num_heads=4
-    )
     ids = torch.arange(512).view(2, 256)
     found: list[list[Tensor]] = []
     for device in ("cpu", "cuda"):
         torch.manual_seed(0)
-        module: Any = sp_compiler.compile(PlainGPT(config).to(device), tp=1)
+        module: Any = sp_compiler.compile(PlainGPT(_OF_256).to(device), tp=1)
         torch.manual_seed(1)
         loss = module(ids.to(device), labels=ids.to(device))[0]
         loss.backward()

@@ -1,4 +1,4 @@
-"""The layout: the order of the rooms, who may import whom, and how the passes are installed."""
+"""The layout: the order of the layers, who may import whom, and how the passes are installed."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def _divide(weight: Node, name: str, layers: Sequence[Layer], num_ranks: int) ->
     if shape[0] % num_ranks:
         raise ArgumentError(
             f"mesh: {shape[0]} experts of parameter {name!r} are not divisible by the {num_ranks} "
-            'ranks of the axis "ep"'
+            'ranks of the axis "ep": choose a size of this axis that divides them'
         )
     with fake_mode_of(weight.graph):
         weight.meta["val"] = weight.meta["val"].new_empty((shape[0] // num_ranks, *shape[1:]))

@@ -24,8 +24,7 @@ from sp_compiler.ir.fx import (
 from sp_compiler.ir.op_traits import DRAWS, FILLED, draws
 from sp_compiler.passes.half_batches.rows import BATCH_FIRST, Rows, Split, State
 from sp_compiler.passes.half_batches.sorted_rows import on_sorted_rows
-from sp_compiler.passes.sharding.dim_roles import Value, results_of, value_of
-from sp_compiler.passes.sharding.dim_roles import shape_of as value_shape
+from sp_compiler.passes.sharding.dim_roles import Value, results_of, value_of, value_shape
 from sp_compiler.rules.factors import Dim, Factor, OpRule
 from sp_compiler.rules.strategies import Strategy, shard_factor
 from sp_compiler.rules.table import rule_for

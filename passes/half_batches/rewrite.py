@@ -18,8 +18,7 @@ from sp_compiler.ir.op_traits import DRAWS
 from sp_compiler.ir.rewriting import differentiable_result, fake_mode_of, insert_call, make_call
 from sp_compiler.passes.half_batches.choice import HALVES
 from sp_compiler.passes.half_batches.rows import Rows, Split, State
-from sp_compiler.passes.sharding.dim_roles import Value, results_of, value_of
-from sp_compiler.passes.sharding.dim_roles import shape_of as value_shape
+from sp_compiler.passes.sharding.dim_roles import Value, results_of, value_of, value_shape
 from sp_compiler.rules.registry import LocalCall
 from sp_compiler.rules.table import local_call
 

@@ -9,8 +9,8 @@
 
 A sort mixes the batch, but a row's result does not depend on where the sort puts it. Each half
 sorts its own rows, and what is computed row by row is right in any order, if all of it is in the
-same one; put back, rows are the batch's again. What tells where an expert's rows end has to be
-counted from the sorted keys themselves, whole numbers that are not negative.
+same one; put back, rows are the batch's again. Where an expert's rows end has to be counted from
+the sorted keys themselves, whole numbers that are not negative.
 """
 
 from __future__ import annotations

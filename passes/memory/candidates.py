@@ -28,7 +28,7 @@ from sp_compiler.cost.node_cost import (
 from sp_compiler.ir.forward_backward import Partitioned
 from sp_compiler.ir.fx import ancestors
 from sp_compiler.ir.op_traits import base, has_inner_communication
-from sp_compiler.passes.memory.partition import PartitionOptions, split
+from sp_compiler.passes.memory.partition import PartitionOptions, partition_and_overlap
 from sp_compiler.passes.memory.recompute_policy import Tag
 from sp_compiler.passes.memory.tag import POLICIES, tag_recompute, tags_of, write_tags
 from sp_compiler.solve.recompute_frontier import Choice, ForwardValue, frontier
@@ -71,7 +71,7 @@ def candidates(
         options: what the program wants of each of them.
         free: outputs of the region that live until backward anyway because the model returns them.
     """
-    nodes, values = problem(joint, world_size, free, options.hardware)
+    nodes, values = recompute_problem(joint, world_size, free, options.hardware)
     # The frontier first: where a policy saves the same, the reasons in time are the better ones.
     solved = [_tags(nodes, values, choice) for choice in frontier(values)]
     named = [_policy_tags(joint, policy) for policy in POLICIES]
@@ -93,7 +93,7 @@ def offloads(
         own_inputs: inputs that die with each call of the region, which may be sent to the host.
         num_calls: calls of the region: of what they all send, the device holds two calls' at once.
     """
-    nodes, values = problem(joint, world_size, free, options.hardware)
+    nodes, values = recompute_problem(joint, world_size, free, options.hardware)
     sendable = _sendable(joint, nodes, values, free, own_inputs, num_calls, options.hardware)
     choices = frontier(sendable, host_us=_forward_us(nodes, values))
     tags = [_tags(nodes, values, choice) for choice in choices if choice.sent]
@@ -146,7 +146,7 @@ def measured(
     joint: JointGraph, tags: Mapping[Node, Tag], world_size: int, options: PartitionOptions
 ) -> Candidate:
     """Return the candidate for ``joint`` with its current ``tags``."""
-    parts = split(joint, options)
+    parts = partition_and_overlap(joint, options)
     graph, hardware = parts.step_backward, options.hardware
     forward_us, backward_us, peak_bytes = elapsed_us(parts.forward, world_size, hardware), 0.0, 0
     if graph is not None:
@@ -222,7 +222,7 @@ def _forward_values(joint: JointGraph) -> list[Node]:
     ]
 
 
-def problem(
+def recompute_problem(
     joint: JointGraph,
     world_size: int,
     free: frozenset[int],

@@ -55,7 +55,7 @@ class PartitionOptions:
     world_size: int = 1
 
 
-def split(joint: JointGraph, options: PartitionOptions) -> Partitioned:
+def partition_and_overlap(joint: JointGraph, options: PartitionOptions) -> Partitioned:
     """Partition the tagged ``joint``, which is not modified, and schedule its forward and backward,
     to compare them with others."""
     parts = partition(joint, options)

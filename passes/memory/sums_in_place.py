@@ -25,7 +25,7 @@ from torch.fx import Graph, Node
 
 from sp_compiler.base.pass_report import Pass, report_of
 from sp_compiler.ir.fx import arguments, base_name, is_call, reach
-from sp_compiler.ir.op_traits import base, is_name, is_part, is_view, view_chain
+from sp_compiler.ir.op_traits import base, is_part, is_pure_view, is_view, view_chain
 from sp_compiler.ir.rewriting import make_like
 from sp_compiler.ir.symbolic import same_shape
 from sp_compiler.ops.accumulate import ADD_PART, ADD_PRODUCT
@@ -116,7 +116,7 @@ def _may_be_written(total: Node, part: Node) -> bool:
 def _way(total: Node, part: Node) -> _Way:
     """Look behind equal views of both, which can be made of the sum instead."""
     views, part_views = [], []
-    while is_name(total) and is_name(part) and _call(total) == _call(part):
+    while is_pure_view(total) and is_pure_view(part) and _call(total) == _call(part):
         inner, inner_part = total.args[0], part.args[0]
         if not _same_layout(inner, inner_part):
             break

@@ -18,7 +18,7 @@ from sp_compiler.ir.forward_backward import SavedTensor
 from sp_compiler.ir.op_traits import base, has_inner_communication
 from sp_compiler.ir.program import Program
 from sp_compiler.passes.memory.fewest_chunks import fewest_chunks
-from sp_compiler.passes.memory.partition import PartitionOptions, split
+from sp_compiler.passes.memory.partition import PartitionOptions, partition_and_overlap
 from sp_compiler.passes.memory.tag import POLICIES, tag_recompute
 from sp_compiler.trace.joint import JointGraph
 
@@ -121,9 +121,9 @@ def _tag_region(joint: JointGraph, options: PartitionOptions, policy: str) -> No
     if not other:
         return
     # Tried out: whether anything is gained shows only in the backward that comes of it.
-    backward = split(joint, options).step_backward
+    backward = partition_and_overlap(joint, options).step_backward
     tag_recompute(joint, other)
-    if not _meet(split(joint, options).saved, backward):
+    if not _meet(partition_and_overlap(joint, options).saved, backward):
         tag_recompute(joint, policy)
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from sp_compiler.base.pass_report import Pass
 from sp_compiler.ir.fx import arguments, tensor_operands
 from sp_compiler.ir.op_traits import FILLED
 from sp_compiler.ir.rewriting import erase_dead, make_call
@@ -99,6 +100,6 @@ def _zeros(before: Node, value: Tensor, like: Node) -> Node:
             (list(value.shape),),
             {"dtype": value.dtype, "device": value.device},
             like=like,
-            origin="zero_tangents",
+            origin=Pass.PARTITION,
             meta={"val": value},
         )

@@ -90,9 +90,9 @@ def normalize(captured: Captured, dropout: Literal["regenerate", "stored"] = "re
     # One name per operator first: the steps below match few of the many that mean the same.
     split_composites(graph, known=_REWRITTEN)
     canonical_operators(graph)
-    numbers = _numbers_of_the_code(captured)
+    numbers = _lifted_numbers(captured)  # before the copies go, by which they are found
     _drop_copies(graph)
-    _move(numbers, captured)
+    _move_to_device(numbers, captured)
     _canonical_views(graph)
     _splits_with_sizes(graph)
     make_dims_negative(graph)
@@ -145,11 +145,12 @@ def _drop_copies(graph: Graph) -> None:
             replace_with(node, node.args[0])
 
 
-def _numbers_of_the_code(captured: Captured) -> list[tuple[Node, str]]:
-    """Return the placeholders and names of tensors that forward makes of numbers.
+def _lifted_numbers(captured: Captured) -> list[tuple[Node, str]]:
+    """Return placeholder and name of each constant tensor that forward makes of Python numbers, as
+    ``torch.tensor(2.0)`` does.
 
-    Those that it finds, in a closure say, have the same kind of name; what it makes is copied
-    first, as each call has one of its own.
+    Tensors that forward finds, in a closure say, have names of the same kind. What tells the two
+    apart: export copies what forward makes before any use, for each call makes a new one.
     """
     placeholders = captured.module.graph.find_nodes(op="placeholder")
     return [
@@ -161,11 +162,11 @@ def _numbers_of_the_code(captured: Captured) -> list[tuple[Node, str]]:
     ]
 
 
-def _move(numbers: Sequence[tuple[Node, str]], captured: Captured) -> None:
-    """Move those that are needed on another device alone: a step would copy them each time.
+def _move_to_device(numbers: Sequence[tuple[Node, str]], captured: Captured) -> None:
+    """Move ``numbers`` that are used on one other device alone to it, or each step would copy them.
 
-    On a GPU the host would wait for the copy, which cannot be recorded (``cuda_graphs``). Other
-    tensors stay: a moved one would not see what is written into it later.
+    On a GPU the host would wait for that copy, which no CUDA graph can record (``cuda_graphs``).
+    Tensors that forward finds stay: a moved copy would not see what is written into them later.
     """
     for node, name in numbers:
         moves = [user for user in node.users if is_call(user, _aten._to_copy.default)]

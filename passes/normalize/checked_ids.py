@@ -29,7 +29,7 @@ _LOSSES = (_aten.cross_entropy_loss.default, _aten.nll_loss_nd.default)
 
 
 def check_ids(graph: Graph) -> None:
-    """Insert checks of ids in place, in a graph whose other operators are normalised."""
+    """Insert checks of ids in place, in a graph whose other operators are normalized."""
     for node in calls(graph, *_LOOKUPS):
         table, ids = node.args[:2]
         _check(node, ids, shape_of(table)[0], None, "an embedding of {} rows")

@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from sp_compiler.base.pass_report import Pass
-from sp_compiler.ir.fx import tensor_operands
+from sp_compiler.ir.fx import mutates, tensor_operands
 from sp_compiler.ir.op_traits import draws
 from sp_compiler.ir.rewriting import fake_mode_of, insert_call, replace_results
 from sp_compiler.ir.symbolic import is_open
@@ -70,7 +70,7 @@ def _is_known(part: Node, known: Collection[object]) -> bool:
     if part.target in (operator.getitem, *known):
         return True
     # Some write into what they made, which no later pass expects.
-    if not isinstance(part.target, OpOverload) or part.target._schema.is_mutable or draws(part):
+    if not isinstance(part.target, OpOverload) or mutates(part) or draws(part):
         return False
     # Without operands: a new tensor, which is the same on all ranks.
     return has_rule(part) or not tensor_operands(part)

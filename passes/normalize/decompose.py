@@ -85,10 +85,10 @@ def _bitwise_and(node: Node) -> None:
 
 
 def _stable_sort(node: Node) -> None:
-    given = arguments(node)
+    bound = arguments(node)
     node.target = _STABLE_SORTS.get(node.target, node.target)
-    node.args = (given["self"],)
-    node.kwargs = {"stable": True, "dim": given["dim"], "descending": given["descending"]}
+    node.args = (bound["self"],)
+    node.kwargs = {"stable": True, "dim": bound["dim"], "descending": bound["descending"]}
 
 
 def _dense_gradient(node: Node) -> None:
@@ -114,9 +114,9 @@ def _negative(node: Node) -> None:
 
 
 def _ihfft(node: Node) -> None:
-    given = arguments(node)
-    norm = {"forward": "backward", "ortho": "ortho"}.get(given["norm"], "forward")
-    args = given["self"], given["n"], given["dim"], norm
+    bound = arguments(node)
+    norm = {"forward": "backward", "ortho": "ortho"}.get(bound["norm"], "forward")
+    args = bound["self"], bound["n"], bound["dim"], norm
     spectrum = insert_call(node, _aten.fft_rfft.default, args, origin=_ORIGIN)
     replace_call(node, _aten.conj_physical.default, (spectrum,), origin=_ORIGIN)
 

@@ -102,7 +102,8 @@ def _only_result(node: Node) -> Node:
     results = [user for user in node.users if is_getitem(user)]
     if len(results) != 1 or results[0].args[1] != 0:
         raise UnsupportedError(
-            f"the mask of a dropout is used by the model itself\n{node_origin(node)}"
+            "the model uses the mask of a dropout, not only its result: draw a mask with "
+            f"torch.rand_like(x) >= p and use that for both\n{node_origin(node)}"
         )
     return results[0]
 

@@ -15,7 +15,7 @@ from sp_compiler.base.pass_report import Pass, report_of
 from sp_compiler.ir.captured import Captured
 from sp_compiler.ir.hints import Wish
 from sp_compiler.ir.program import Call, Program, Ref, Region
-from sp_compiler.passes.outline.distinct import DistinctRegions, asked_of_inputs
+from sp_compiler.passes.outline.distinct import DistinctRegions, allowed_for_inputs
 from sp_compiler.passes.outline.draft import draft_region
 from sp_compiler.passes.outline.pieces import TABLES, pieces_of
 
@@ -48,7 +48,7 @@ def outline(
         outputs = [n for n in piece.nodes if any(user not in inside for user in n.users)]
         draft, inputs = draft_region(piece, refs, outputs)
         num_distinct = len(distinct.regions)
-        use = distinct.use_of(draft, asked_of_inputs(inputs, refs, wishes))
+        use = distinct.use_of(draft, allowed_for_inputs(inputs, refs, wishes))
         # Layers of one class were expected to be one region.
         alike = next((call for call in program_calls if call.region.name == piece.name), None)
         if alike is not None and alike.path and len(distinct.regions) > num_distinct:
@@ -68,20 +68,20 @@ def outline(
     _make_names_unique(distinct.regions)
     returned = [refs[leaf] if isinstance(leaf, Node) else leaf for leaf in captured.outputs]
     return Program(
-        program_calls,
-        returned,
-        captured.out_spec,
-        {name: refs[node] for name, node in captured.mutated_buffers.items()},
-        dict(captured.aliases),
-        dict(captured.constants),
-        list(captured.notes),
-        captured.parameters,
-        wishes,
-        captured.sizes,
-        captured.functions,
-        captured.decisions,
-        captured.stored,
-        captured.experts,
+        calls=program_calls,
+        outputs=returned,
+        out_spec=captured.out_spec,
+        mutated_buffers={name: refs[node] for name, node in captured.mutated_buffers.items()},
+        aliases=dict(captured.aliases),
+        constants=dict(captured.constants),
+        notes=list(captured.notes),
+        parameters=captured.parameters,
+        wishes=wishes,
+        sizes=captured.sizes,
+        functions=captured.functions,
+        decisions=captured.decisions,
+        stored=captured.stored,
+        experts=captured.experts,
     )
 
 

@@ -40,16 +40,16 @@ class DistinctRegions:
         self._uses: dict[str, Use] = {}
         self._candidates: list[tuple[ComparableGraph, Draft, Region]] = []
 
-    def use_of(self, draft: Draft, asked: Mapping[int, tuple[bool, ...]]) -> Use:
+    def use_of(self, draft: Draft, allowed: Mapping[int, tuple[bool, ...]]) -> Use:
         """Return the region of ``draft``, found by its text, or by isomorphism, or created.
 
-        ``asked``: placements that the user's hints allow for inputs, by position. Regions with
-        different hints are different, because their parameters are placed differently.
+        ``allowed``: see :func:`allowed_for_inputs`. Regions with different hints are different,
+        because their parameters are placed differently.
         """
-        text = f"{_canonical_text(draft)}\n{asked}"
+        text = f"{_canonical_text(draft)}\n{allowed}"
         if text not in self._uses:
             # Few layers of a model come here: the others equal an earlier one, order included.
-            candidate = ComparableGraph(draft.graph, _labels(draft, asked).__getitem__)
+            candidate = ComparableGraph(draft.graph, _labels(draft, allowed).__getitem__)
             use = self._reordered_use(candidate, draft)
             if use is None:
                 region = draft.finish()
@@ -85,7 +85,7 @@ def _canonical_text(draft: Draft) -> str:
     return "\n".join(lines)
 
 
-def _labels(draft: Draft, asked: Mapping[int, tuple[bool, ...]]) -> dict[Node, str]:
+def _labels(draft: Draft, allowed: Mapping[int, tuple[bool, ...]]) -> dict[Node, str]:
     """Return for each node text of everything but its operands that must agree for two pieces to
     share a region.
 
@@ -98,7 +98,7 @@ def _labels(draft: Draft, asked: Mapping[int, tuple[bool, ...]]) -> dict[Node, s
     for position, node in enumerate(draft.inputs):
         kind = draft.input_kinds[position]
         name = draft.input_names[position] if kind in ("param", "buffer") else ""
-        labels[node] = f"{kind} {name} {asked.get(position)} {_type_text(node)}"
+        labels[node] = f"{kind} {name} {allowed.get(position)} {_type_text(node)}"
     num_drawn = 0
     for node in draft.graph.nodes:
         if node.op != "call_function":
@@ -114,9 +114,11 @@ def _labels(draft: Draft, asked: Mapping[int, tuple[bool, ...]]) -> dict[Node, s
     return labels
 
 
-def asked_of_inputs(
+def allowed_for_inputs(
     inputs: list[Node], refs: dict[Node, Ref], wishes: Mapping[str, Wish]
 ) -> dict[int, tuple[bool, ...]]:
+    """Return the placements that the user's hints allow for inputs (see
+    :attr:`sp_compiler.ir.hints.Wish.allowed`), by position; inputs without hints are left out."""
     names = [refs[node].name if refs[node].kind == "param" else "" for node in inputs]
     return {i: wishes[name].allowed for i, name in enumerate(names) if name in wishes}
 

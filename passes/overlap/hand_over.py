@@ -1,4 +1,4 @@
-"""Backwards that leave gradients of weights to the call before, which has collectives to hide.
+"""Backwards that hand gradients of weights over to the call before, which has collectives to hide.
 
 ::
 
@@ -11,10 +11,11 @@
                                                     grad_x = mm(full, w)
                                                     return grad_x, grad_w_behind, (full, x)
 
-A backward begins with the gather of a gradient, under which nothing of the call itself can run but
-what it recomputes. A gradient of a weight of the call behind can, from the start: what is left has
-no collectives, for their operands and results belong to the first function, as does what reads
-parameters.
+"Before" and "behind" count calls as the forward runs them, so that the call before has its backward
+next. A backward begins with the gather of a gradient, under which nothing of the call itself can
+run but what it recomputes. A gradient of a weight of the call behind can run there from the start:
+what computes it has no collectives, which stay in the first function with their operands, as does
+what reads parameters.
 
 Nodes keep their meta; placeholders of what a function is given as its own get ``meta["handed"]``.
 """
@@ -35,14 +36,14 @@ from sp_compiler.passes.overlap.look_ahead import handed_over, joined, with_part
 from sp_compiler.passes.overlap.tasks import Call
 
 
-def leavable(parts: Partitioned, own_parameters: Collection[int]) -> list[int]:
-    """Return the inputs of a region whose gradients may be left to the call before, the one whose
-    gradient is computed last first.
+def movable_gradients(parts: Partitioned, own_parameters: Collection[int]) -> list[int]:
+    """Return the inputs of a region whose gradients may be handed over to the call before: the one
+    whose gradient is computed last comes first.
 
     Args:
         parts: without overlap yet, so that a collective and its wait are together.
-        own_parameters: see :meth:`sp_compiler.ir.program.Program.own_parameters`. No other
-            gradients are left: they are added to some of other calls, in the order of the calls.
+        own_parameters: see :meth:`sp_compiler.ir.program.Program.own_parameters`. Other gradients
+            stay: they are added to gradients of other calls, in the order of the calls.
     """
     assert parts.backward is not None
     grads: Sequence[Node | None] = parts.backward.output_node().args[0]
@@ -52,35 +53,36 @@ def leavable(parts: Partitioned, own_parameters: Collection[int]) -> list[int]:
 
 
 @dataclass(frozen=True, eq=False)
-class Leaving:
-    """A backward that leaves gradients to the call before.
+class HandOver:
+    """A backward that hands gradients over to the call before.
 
     Attributes:
         parts: has the backward, without overlap yet.
-        late: inputs whose gradients are left.
-        stays: calls of the backward that stay, in order.
-        left: those that the call before runs: those that are left, and views that both need.
-        handed: what is handed over.
+        late: inputs whose gradients are handed over.
+        stays: operators of the backward that stay, in order.
+        moved: operators that the call before runs: those of the late gradients, and views that both
+            functions need.
+        handed: the values that ``moved`` starts from.
         own: those of ``handed`` that are the call's own, which the call before may free.
         early: gradients that stay, one (or None) per input.
-        behind: those that are left, likewise.
+        behind: gradients that are handed over, likewise.
     """
 
     parts: Partitioned
     late: frozenset[int]
     stays: Sequence[Node]
-    left: Sequence[Node]
+    moved: Sequence[Node]
     handed: Sequence[Node]
     own: Container[Node]
     early: Sequence[Node | None]
     behind: Sequence[Node | None]
 
     def calls(self) -> tuple[Call, Call]:
-        """Return the left part of the call behind, and the call itself: what ``both`` runs."""
+        """Return what the call behind has handed over, and the call itself: what ``both`` runs."""
         own = [node for node in self.handed if node in self.own]
         returned = [*filter(None, self.early), *self.handed]
         return (
-            Call(own, self.left, [*filter(None, self.behind)]),
+            Call(own, self.moved, [*filter(None, self.behind)]),
             Call((), self.stays, returned),
         )
 
@@ -88,7 +90,7 @@ class Leaving:
         """Return the functions, with ``both``."""
         assert self.parts.backward is not None
         given = self.parts.backward.find_nodes(op="placeholder")
-        weights = subgraph(self.handed, self.left, self.behind)
+        weights = subgraph(self.handed, self.moved, self.behind)
         for node, placeholder in zip(
             self.handed, weights.find_nodes(op="placeholder"), strict=True
         ):
@@ -106,20 +108,20 @@ class Leaving:
         return SplitBackward(inputs, weights, graph)
 
 
-def leaving(parts: Partitioned, late: frozenset[int]) -> Leaving | None:
-    """Leave the gradients of the inputs ``late`` to the call before; ``None`` where that has
-    nothing to compute for one of them, or where what it computes from is not only the region's.
+def hand_over_of(parts: Partitioned, late: frozenset[int]) -> HandOver | None:
+    """Hand the gradients of the inputs ``late`` over to the call before; ``None`` if no operator of
+    one of them would move, or if a moved operator would read a gradient that has been returned.
 
     Args:
-        parts: as for :func:`leavable`, which names what ``late`` may have.
+        parts: as for :func:`movable_gradients`, which names what ``late`` may have.
     """
     backward = parts.backward
     assert backward is not None
     grads: Sequence[Node | None] = backward.output_node().args[0]
     calls = [node for node in backward.nodes if node.op == "call_function"]
     early = [None if index in late else grad for index, grad in enumerate(grads)]
-    left = [grad if index in late else None for index, grad in enumerate(grads)]
-    needed = ancestors(filter(None, left))
+    behind = [grad if index in late else None for index, grad in enumerate(grads)]
+    needed = ancestors(filter(None, behind))
     given = backward.find_nodes(op="placeholder")
     kinds = {node: each.kind for node, each in zip(given, parts.saved, strict=False)}
 
@@ -130,23 +132,23 @@ def leaving(parts: Partitioned, late: frozenset[int]) -> Leaving | None:
 
     first = with_parts(ancestors([*filter(None, early), *filter(stays, needed)]))
     second = {node: None for node in calls if node in needed and node not in first}
-    met, twice = handed_over({*first, *given}, [*second, *filter(None, left)])
+    met, twice = handed_over({*first, *given}, [*second, *filter(None, behind)])
     # What is returned belongs to others, who may change it in place.
-    computed = {base(grad) for grad in filter(None, left)} <= second.keys()
+    computed = {base(grad) for grad in filter(None, behind)} <= second.keys()
     if not computed or {*map(base, met)} & {*map(base, filter(None, early))}:
         return None
     # Open sizes are no operands: they occur in the shapes and arguments of the nodes.
     sizes = {symbol: node for node in given if (symbol := symbol_of(node)) is not None}
     symbols = symbols_in([*second, *twice, *met]) if sizes else set()
     met = {*met, *(node for symbol, node in sizes.items() if symbol in symbols)}
-    return Leaving(
+    return HandOver(
         parts,
         late,
         stays=[node for node in calls if node in first],
-        left=[node for node in calls if node in twice or node in second],
+        moved=[node for node in calls if node in twice or node in second],
         handed=[node for node in backward.nodes if node in met],
         # Of what the caller saved, some belongs to others too, such as results of other calls.
         own={node for node in met if kinds.get(node, "activation") == "activation"},
         early=early,
-        behind=left,
+        behind=behind,
     )

@@ -1,4 +1,4 @@
-"""The gradients that a backward leaves to the call before: those that hide most communication.
+"""The gradients that a backward hands over to the call before: those that hide most communication.
 
 A set of them is scheduled as tasks first, without graphs, which only the chosen one needs.
 """
@@ -20,28 +20,28 @@ from sp_compiler.passes.overlap.compare import (
     WORTH_MORE_MEMORY,
     quickest_of,
 )
-from sp_compiler.passes.overlap.hand_over import Leaving, leavable, leaving
+from sp_compiler.passes.overlap.hand_over import HandOver, hand_over_of, movable_gradients
 from sp_compiler.passes.overlap.orders import Schedule, Unordered
 from sp_compiler.solve.block_schedule import simulate
 from sp_compiler.solve.list_schedule import ListSchedule
 
 
 @dataclass(frozen=True, eq=False)
-class _Left:
-    """A backward that leaves gradients, whose graphs are made when they are wanted.
+class _Way:
+    """A way to hand over gradients, whose graphs are made when they are wanted.
 
     Attributes:
-        alone: the backward that leaves none.
+        alone: the backward that hands over none.
         search: for orders of the function of two calls.
     """
 
-    leaving: Leaving
+    hand_over: HandOver
     alone: Unordered
     search: ListSchedule
 
     @cached_property
     def split(self) -> SplitBackward:
-        return self.leaving.split()
+        return self.hand_over.split()
 
     def time_us(self, room_bytes: int) -> float:
         """Return the time of :meth:`scheduled`, without the graphs."""
@@ -64,11 +64,11 @@ def hand_over(
     best_so_far: Schedule,
     room: Room,
 ) -> SplitBackward | None:
-    """Return the backward that leaves gradients to the call before, scheduled; ``None`` if that is
+    """Return the backward that hands over gradients, scheduled; ``None`` if that is
     not much better than ``best_so_far``.
 
     Args:
-        alone: the backward that leaves none.
+        alone: the backward that hands over none.
     """
     worth_us = (1 - WORTH_MORE_FUNCTIONS) * best_so_far.time_us
     if worth_us < best_so_far.compute_us:
@@ -77,20 +77,20 @@ def hand_over(
 
     # Growing from either end meets some sets twice.
     @cache
-    def left(late: frozenset[int]) -> _Left | None:
-        leaves = leaving(parts, late)
-        if leaves is None:
+    def way_of(late: frozenset[int]) -> _Way | None:
+        moved = hand_over_of(parts, late)
+        if moved is None:
             return None
-        search = alone.search_of_calls(leaves.calls())
+        search = alone.search_of_calls(moved.calls())
         fits = search.block.given_bytes <= most_bytes
-        return _Left(leaves, alone, search) if fits else None
+        return _Way(moved, alone, search) if fits else None
 
-    indices = leavable(parts, alone.own_parameters)
-    singles = [way for index in indices if (way := left(frozenset({index})))]
+    indices = movable_gradients(parts, alone.own_parameters)
+    singles = [way for index in indices if (way := way_of(frozenset({index})))]
     singles = [way for way in singles if way.search.least_us < worth_us]
     if not singles:
         return None
-    ways = _grown_ways(singles, most_bytes, best_so_far.compute_us, left)
+    ways = _grown_ways(singles, most_bytes, best_so_far.compute_us, way_of)
     best, ordered = _fastest(ways, most_bytes)
     if ordered.time_us > worth_us:
         quickest = quickest_of([way.search for way in singles], most_bytes)
@@ -113,39 +113,39 @@ def hand_over(
     return SplitBackward(inputs, weights.scheduled(room_bytes).graph(), ordered.graph())
 
 
-def _fastest(ways: Sequence[_Left], room_bytes: int) -> tuple[_Left, Schedule]:
+def _fastest(ways: Sequence[_Way], room_bytes: int) -> tuple[_Way, Schedule]:
     """Return the way that takes least time, scheduled."""
     best = min(ways, key=lambda way: way.time_us(room_bytes))
     return best, best.scheduled(room_bytes)
 
 
 def _grown_ways(
-    singles: Sequence[_Left],
+    singles: Sequence[_Way],
     most_bytes: int,
     compute_us: float,
-    left: Callable[[frozenset[int]], _Left | None],
-) -> list[_Left]:
-    """Return ways to leave several gradients that may be the best.
+    way_of: Callable[[frozenset[int]], _Way | None],
+) -> list[_Way]:
+    """Return ways to hand over several gradients that may be the best.
 
     Args:
-        singles: ways to leave one.
+        singles: ways to hand over one.
         compute_us: time of all kernels.
-        left: the way to leave a set of gradients, if there is one.
+        way_of: the way to hand over a set of gradients, if there is one.
     """
     promising = sorted(singles, key=lambda way: (way.search.least_us, way.search.block.given_bytes))
-    first = _grown(promising, most_bytes, left)
+    first = _grown(promising, most_bytes, way_of)
     if first.search.quick_us(most_bytes) <= (1 + WORTH_MORE_MEMORY) * compute_us:
         return [first]
-    other = _grown(singles[::-1], most_bytes, left)
-    # The bound tells what a search may find, which the quick walk does not always.
+    other = _grown(singles[::-1], most_bytes, way_of)
+    # A full search may reach the lower bound where the quick walk does not.
     return [min(first, other, key=lambda way: way.search.quick_us(most_bytes)), promising[0]]
 
 
 def _grown(
-    singles: Sequence[_Left],
+    singles: Sequence[_Way],
     most_bytes: int,
-    left: Callable[[frozenset[int]], _Left | None],
-) -> _Left:
+    way_of: Callable[[frozenset[int]], _Way | None],
+) -> _Way:
     """Return the first of ``singles`` with each of the others that makes it quicker."""
     # One after the other: n gradients have 2^n sets. An exhaustive search found none that hides 6 %
     # more of the communication of the models in docs/overlap.md.
@@ -154,7 +154,7 @@ def _grown(
         best_us = best.search.quick_us(most_bytes)
         if best_us <= (1 + ROUNDING) * best.search.block.compute_us:
             break
-        more = left(best.leaving.late | single.leaving.late)
+        more = way_of(best.hand_over.late | single.hand_over.late)
         if more is None or more.search.least_us >= best_us:  # no walk can find what is quicker
             continue
         if more.search.quick_us(most_bytes) < (1 - ROUNDING) * best_us:
@@ -162,7 +162,7 @@ def _grown(
     return best
 
 
-def _in_least_room(way: _Left, ordered: Schedule, room: Room) -> Schedule:
+def _in_least_room(way: _Way, ordered: Schedule, room: Room) -> Schedule:
     """Return a schedule of ``way`` about as fast as ``ordered``, which may take all of ``room``, in
     as few parts of it as possible."""
     enough_us = (1 + WORTH_MORE_MEMORY) * ordered.time_us

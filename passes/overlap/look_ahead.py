@@ -27,7 +27,7 @@ from torch.fx import Graph, Node
 
 from sp_compiler.ir.forward_backward import BEFORE, LookAhead
 from sp_compiler.ir.fx import ancestors, is_getitem, reach
-from sp_compiler.ir.op_traits import collective_of, is_name
+from sp_compiler.ir.op_traits import collective_of, is_pure_view
 from sp_compiler.ir.rewriting import copy_node, subgraph
 
 
@@ -82,7 +82,7 @@ def handed_over(first: Container[Node], reads: Iterable[Node]) -> tuple[set[Node
     """
 
     def again(node: Node) -> Sequence[Node]:
-        cheap = is_name(node) or not isinstance(node.meta["val"], Tensor)
+        cheap = is_pure_view(node) or not isinstance(node.meta["val"], Tensor)
         return node.all_input_nodes if node in first and cheap else ()
 
     operands = [node for each in reads for node in (each, *each.all_input_nodes)]

@@ -18,14 +18,14 @@ from sp_compiler.cost.memory import (
     scratch_bytes,
 )
 from sp_compiler.cost.node_cost import collectives_us, compute_us, node_collectives
-from sp_compiler.ir.fx import arguments
+from sp_compiler.ir.fx import arguments, mutates
 from sp_compiler.ir.op_traits import (
     base,
     collective_of,
     draws,
     is_handed,
-    is_name,
     is_part,
+    is_pure_view,
     is_view,
 )
 from sp_compiler.solve.block_schedule import Block, Task
@@ -148,7 +148,7 @@ class _FactsOfNodes:
             run_bytes=needed_bytes - later_bytes,
             is_awaited=collective_of(node) is not None,
             draws=draws(node),
-            writes=getattr(getattr(node.target, "_schema", None), "is_mutable", False),
+            writes=mutates(node),
         )
 
 
@@ -253,7 +253,7 @@ class _Builder:
 
 def _stays_with_operator(node: Node) -> bool:
     """Return whether ``node`` only names what an operator before it has made."""
-    return is_part(node) or is_name(node)
+    return is_part(node) or is_pure_view(node)
 
 
 def _operators_before(node: Node) -> Iterator[Node]:

@@ -13,7 +13,7 @@ from sp_compiler.ir.concretize import Concretizer
 from sp_compiler.ir.fx import tensor_operands
 from sp_compiler.ir.program import Call, Program, Region
 from sp_compiler.ir.symbolic import pin
-from sp_compiler.passes.sharding.dim_roles import RegionValues, results_of, shape_of, value_of
+from sp_compiler.passes.sharding.dim_roles import RegionValues, results_of, value_of, value_shape
 from sp_compiler.passes.sharding.prices import Key
 from sp_compiler.passes.sharding.problem import (
     OperatorSubject,
@@ -167,7 +167,7 @@ def lower(
         values = (*map(value_of, tensor_operands(node)), *results_of(node))
         for value, placement in zip(values, (*strategy.operands, *strategy.results), strict=True):
             if placement.segments:  # numbers of the example, whatever the open size is
-                pin(shape_of(value)[placement.dim])
+                pin(value_shape(value)[placement.dim])
     return RegionLowering(region, active, strategies, inputs, outputs, world_size).run()
 
 

@@ -42,11 +42,13 @@ def results_of(node: Node) -> list[Value]:
     )
 
 
-def shape_of(value: Value) -> tuple[int, ...]:
+def value_shape(value: Value) -> tuple[int, ...]:
+    """Return the shape of ``value``, as in the meta of its node."""
     return tuple(_fake(value).shape)
 
 
-def bytes_of(value: Value) -> int:
+def value_bytes(value: Value) -> int:
+    """Return the bytes of a tensor of the shape and dtype of ``value``."""
     fake = _fake(value)
     return fake.numel() * fake.element_size()
 
@@ -87,13 +89,13 @@ class RegionValues:
 
     def add_tokens(self, value: Value, dims: Iterable[int]) -> None:
         """Mark those of ``dims`` that have more than one element, or none."""
-        sizes = shape_of(value)
+        sizes = value_shape(value)
         self.tokens.update({(value, dim): None for dim in dims if sizes[dim] != 1})
 
     def num_rows(self, value: Value) -> int:
         """Return the number of leading dims that flatten to rows of tokens; 0 if tokens are
         elsewhere."""
-        shape = shape_of(value)
+        shape = value_shape(value)
         tokens = [dim for dim in range(len(shape)) if (value, dim) in self.tokens]
         if not tokens:  # a weight, or a value with features alone
             return 0
@@ -103,7 +105,7 @@ class RegionValues:
         return count if leading else 0
 
     def num_token_dims(self, value: Value) -> int:
-        return sum((value, dim) in self.tokens for dim in range(len(shape_of(value))))
+        return sum((value, dim) in self.tokens for dim in range(len(value_shape(value))))
 
 
 def activate(
@@ -189,7 +191,7 @@ def residual_stream(program: Program, facts: dict[int, RegionValues]) -> dict[Va
         for region in program.regions
         for node in filter(is_elementwise, facts[id(region)].rules)
         for operand in map(value_of, tensor_operands(node))
-        if shape_of(operand) == shape_of((node, 0))
+        if value_shape(operand) == value_shape((node, 0))
     ]
     for values in connected(ties):
         if any(value in stream for value in values):

@@ -22,7 +22,7 @@ from sp_compiler.ir.program import Program
 from sp_compiler.ops.convert import conversion_between
 from sp_compiler.options import CompileOptions
 from sp_compiler.passes.sharding.alternatives import Alternatives
-from sp_compiler.passes.sharding.dim_roles import ReplicatedNode, bytes_of
+from sp_compiler.passes.sharding.dim_roles import ReplicatedNode, value_bytes
 from sp_compiler.passes.sharding.outputs import route_outputs
 from sp_compiler.passes.sharding.prices import Key
 from sp_compiler.passes.sharding.problem import OperatorSubject
@@ -161,27 +161,39 @@ class _Question:
             operands, results = (), (stored_text(option.makes[0]),)
         choices = self.alternatives.forced(number, [index])
         if choices is None:  # some other vertex is left without an option
-            return Way(operands, results, chosen, False, 0.0, 0.0, 0.0, 0.0, 0, ())
+            return Way(
+                operands=operands,
+                results=results,
+                chosen=chosen,
+                possible=False,
+                more_us=0.0,
+                communication_us=0.0,
+                compute_us=0.0,
+                memory_us=0.0,
+                parameter_bytes=0,
+                conversions=(),
+            )
         more = self.alternatives.more(choices)
-        # Never negative but for rounding: the optimum is at most as costly as any forced choice.
+        extra = self.alternatives.extra(choices)
         return Way(
-            operands,
-            results,
-            chosen,
-            True,
-            max(0.0, more.communication_us + more.compute_us + more.memory_us),
-            more.communication_us,
-            more.compute_us,
-            more.memory_us,
-            self._parameter_bytes(keys[0], choices),
-            tuple(self._conversion_text(item) for item in self.alternatives.extra(choices)),
+            operands=operands,
+            results=results,
+            chosen=chosen,
+            possible=True,
+            # Never negative but for rounding: the optimum costs at most as much as a forced choice.
+            more_us=max(0.0, more.communication_us + more.compute_us + more.memory_us),
+            communication_us=more.communication_us,
+            compute_us=more.compute_us,
+            memory_us=more.memory_us,
+            parameter_bytes=self._parameter_bytes(keys[0], choices),
+            conversions=tuple(map(self._conversion_text, extra)),
         )
 
     def _parameter_bytes(self, key: Key, choices: list[int]) -> int:
         for vertex, choice in zip(self.vertices, choices, strict=True):
             if key in vertex.makes:
                 made = vertex.options[choice].makes[vertex.makes.index(key)]
-                return bytes_of(key[1]) // (self.builder.world_size if made.is_sharded else 1)
+                return value_bytes(key[1]) // (self.builder.world_size if made.is_sharded else 1)
         raise AssertionError(key)
 
     def _conversion_text(self, conversion: Conversion) -> str:

@@ -17,8 +17,8 @@ from sp_compiler.passes.sharding.dim_roles import (
     RegionValues,
     Value,
     results_of,
-    shape_of,
     value_of,
+    value_shape,
 )
 from sp_compiler.passes.sharding.units import demand_split_units, demand_units
 from sp_compiler.rules.factors import Dim, Dims, Factor, OpRule
@@ -40,7 +40,7 @@ def label_dims(program: Program, facts: dict[int, RegionValues], world_size: int
 def _label_channels(
     program: Program, facts: dict[int, RegionValues]
 ) -> dict[Value, tuple[int, ...]]:
-    """Mark features, also of regions that are told by those around them.
+    """Mark features, also in regions that learn of them from the regions around them.
 
     Returns:
         By value that crosses regions, the dims of channels if they are in front of the others:
@@ -52,25 +52,25 @@ def _label_channels(
             for node, kind in zip(region.placeholders, region.input_kinds, strict=True)
             if kind == "param"
         ]
-        marks = ((value, dim) for value in params for dim in range(len(shape_of(value))))
+        marks = ((value, dim) for value in params for dim in range(len(value_shape(value))))
         facts[id(region)].features.update(dict.fromkeys(marks))
     classes, where = _crossings(program, facts)
-    # To a fixed point: a region without parameters learns of channels from one side alone, and
-    # tells the other.
+    # To a fixed point: a region without parameters learns of channels from the regions on one side,
+    # and passes them on to those on the other.
     channels: dict[Value, tuple[int, ...]] = {}
     pending = list(facts.values())
     while pending:
         for each in pending:
             _spread_features(each)
         channels = {value: _channels(values, where) for values in classes for value in values}
-        told: dict[int, RegionValues] = {}
+        changed: dict[int, RegionValues] = {}
         for value, dims in channels.items():
             known = where[value]
             features = dict.fromkeys((value, dim) for dim in dims)
             if features.keys() - known.features.keys():
                 known.features.update(features)
-                told[id(known)] = known
-        pending = list(told.values())
+                changed[id(known)] = known
+        pending = list(changed.values())
     return channels
 
 
@@ -93,7 +93,7 @@ def _crossings(
 def _channels(values: list[Value], where: dict[Value, RegionValues]) -> tuple[int, ...]:
     """Return the dims of one crossing value that are features; () if the last one is, or none is
     known."""
-    rank = len(shape_of(values[0]))
+    rank = len(value_shape(values[0]))
     dims = [d for d in range(rank) if any((v, d) in where[v].features for v in values)]
     # A learned embedding of positions makes all dims of (b, s, h) features.
     return () if rank - 1 in dims else tuple(dims)
@@ -125,7 +125,7 @@ def _seed(region: Region, facts: RegionValues, channels: dict[Value, tuple[int, 
         value = (node, 0)
         # Token ids, masks, positions: all of their dims run over tokens.
         if kind == "input" and not carries_gradient(node.meta["val"]):
-            facts.add_tokens(value, range(len(shape_of(value))))
+            facts.add_tokens(value, range(len(value_shape(value))))
         elif kind in ("call", "input"):
             _seed_rows(facts, value, channels.get(value, ()))
     for node in region.outputs:
@@ -137,14 +137,14 @@ def _seed(region: Region, facts: RegionValues, channels: dict[Value, tuple[int, 
             getattr(node.target, "_schema", None) is not None
             and "embedding" in node.target._schema.name
         ):
-            facts.add_tokens((node, 0), range(len(shape_of((node, 0))) - 1))
+            facts.add_tokens((node, 0), range(len(value_shape((node, 0))) - 1))
 
 
 def _seed_rows(facts: RegionValues, value: Value, channels: tuple[int, ...]) -> None:
     """Mark tokens of activations that cross regions as (tokens..., features), or as (batch,
     channels, tokens)."""
     # With more dims the layout is not known: (b, a, s, d) has features in front of tokens.
-    rank = len(shape_of(value))
+    rank = len(value_shape(value))
     if value in facts.active and rank in (2, 3):
         features = channels or (rank - 1,)
         facts.add_tokens(value, [d for d in range(rank) if d not in features])
@@ -183,7 +183,7 @@ def _mark(
     for value, dims in places:
         for d, dim in enumerate(dims):
             # All factors: a dim that merges tokens with features is neither.
-            if dim and all(f.name in marked for f in dim) and (ones or shape_of(value)[d] != 1):
+            if dim and all(f.name in marked for f in dim) and (ones or value_shape(value)[d] != 1):
                 table[value, d] = None
 
 
@@ -206,7 +206,7 @@ def _pick_tokens(node: Node, facts: RegionValues) -> None:
     source, indices = value_of(node.args[0]), node.args[1]
     picked = [dim for dim, index in enumerate(indices) if index is not None]
     if picked == [0] and (source, 0) in facts.tokens:
-        rank = len(shape_of((indices[0], 0)))
+        rank = len(value_shape((indices[0], 0)))
         facts.tokens.update(dict.fromkeys(((node, 0), dim) for dim in range(rank)))
 
 

@@ -11,7 +11,7 @@ from sp_compiler.base.placement import I, Placement, R
 from sp_compiler.cost.hardware import Hardware, conversion_us, operator_us
 from sp_compiler.cost.node_cost import product_flops
 from sp_compiler.ir.program import Program
-from sp_compiler.passes.sharding.dim_roles import RegionValues, Value, bytes_of, shape_of
+from sp_compiler.passes.sharding.dim_roles import RegionValues, Value, value_bytes, value_shape
 from sp_compiler.rules.strategies import Strategy
 
 Key = tuple[int, Value]
@@ -64,7 +64,7 @@ class Prices:
         self._fixed = fixed
         self.num_calls = [len(program.paths(region)) for region in self._regions]
         rows = [
-            math.prod(shape_of(value)[: each.num_rows(value)])
+            math.prod(value_shape(value)[: each.num_rows(value)])
             for each in facts
             for value in each.active
             if each.num_rows(value)
@@ -83,7 +83,7 @@ class Prices:
         # The yardstick of stored_us(). Not parameters with more than two dims: those are stacks
         # of matrices (experts), beside which every matrix would be small.
         matrices = [node for node in params if node.meta["val"].ndim == 2] or params
-        self._largest_matrix_bytes = max((bytes_of((node, 0)) for node in matrices), default=0)
+        self._largest_matrix_bytes = max((value_bytes((node, 0)) for node in matrices), default=0)
 
     def conversion_us(self, key: Key, source: Placement, target: Placement) -> float | None:
         """Return the price of a conversion; ``None`` if it is impossible.
@@ -97,7 +97,7 @@ class Prices:
                 return _LAST_RESORT_US * self.num_calls[i]
             # Its gradient goes with all others in one bucket: no latency of its own. An all-reduce
             # crosses the link twice.
-            wire_us = bytes_of(value) * 2 / self._hardware.link_bytes_per_us
+            wire_us = value_bytes(value) * 2 / self._hardware.link_bytes_per_us
             return wire_us * self.num_calls[i] if (source, target) == (I, R) else None
         needs_grad = bool(value[0].meta.get("requires_grad"))
         # Collectives send the padding too.
@@ -133,7 +133,7 @@ class Prices:
         It grows with the square of the parameter's size.
         """
         # The square makes a norm's weight, small beside a matrix, never worth a collective.
-        num_bytes = bytes_of(param)
+        num_bytes = value_bytes(param)
         share = num_bytes / self._largest_matrix_bytes
         redundant_bytes = num_bytes * (self._share(param, placement) - 1 / self._world_size)
         return redundant_bytes * share * _REPLICATED_CROSSINGS / self._hardware.link_bytes_per_us
@@ -149,7 +149,7 @@ class Prices:
         if not placement.is_sharded:
             return 1.0
         padding = placement.padding(self._world_size) if placement.kind == "S" else 0
-        size = shape_of(value)[placement.dim] if padding else 1
+        size = value_shape(value)[placement.dim] if padding else 1
         return (1 + padding / size) / self._world_size
 
     def _is_fixed(self, i: int, node: Node) -> bool:
@@ -159,7 +159,7 @@ class Prices:
         return next(calls).args[position].name in self._fixed
 
     def _nominal_bytes(self, i: int, value: Value) -> float:
-        return bytes_of(value) * self._scale_of(i, value)
+        return value_bytes(value) * self._scale_of(i, value)
 
     def _scale_of(self, i: int, value: Value) -> float:
         # A square of tokens (scores) has two dims of them but one batch: it grows by its sequence.

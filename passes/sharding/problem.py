@@ -21,8 +21,8 @@ from sp_compiler.passes.sharding.dim_roles import (
     operators,
     residual_stream,
     results_of,
-    shape_of,
     value_of,
+    value_shape,
 )
 from sp_compiler.passes.sharding.factor_offers import FactorOffers
 from sp_compiler.passes.sharding.prices import Key, Prices
@@ -285,7 +285,7 @@ class ProblemBuilder:
         if not allowed:
             assert wish is not None
             # A wish that forbids replication asks for at least one dim.
-            shape, ways = shape_of(keys[0][1]), dict.fromkeys(map(placement_text, offered))
+            shape, ways = value_shape(keys[0][1]), dict.fromkeys(map(placement_text, offered))
             wanted = wish.allowed[1:].index(True)
             raise ArgumentError(
                 f"{wish} cannot be met on {self.world_size} ranks: parameter {name!r} {shape} can "
@@ -372,7 +372,7 @@ class ProblemBuilder:
             if self._shard_outputs(index):
                 allowed += [
                     shard_of(size, dim, self.world_size)
-                    for dim, size in enumerate(shape_of(value))
+                    for dim, size in enumerate(value_shape(value))
                     if (value, dim) in facts.features and (value, dim) not in facts.tokens
                 ]
             options = [Option((p,), (), 0.0) for p in allowed]

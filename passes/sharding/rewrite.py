@@ -26,7 +26,7 @@ from sp_compiler.ir.rewriting import erase_dead, make_call
 from sp_compiler.ir.symbolic import SYMBOLIC, is_open
 from sp_compiler.ops.convert import CONVERT
 from sp_compiler.ops.rows import CUT_ROWS, PAD_ROWS
-from sp_compiler.passes.sharding.dim_roles import Value, results_of, shape_of, value_of
+from sp_compiler.passes.sharding.dim_roles import Value, results_of, value_of, value_shape
 from sp_compiler.passes.sharding.vocabulary import lower_over_vocabulary
 from sp_compiler.rules.registry import LocalCall
 from sp_compiler.rules.strategies import Strategy
@@ -145,7 +145,7 @@ class RegionLowering:
                 placement = next(placements)
                 operand = self.get(value_of(leaf), placement)
                 if rows and placement.kind != "T" and is_pointwise(node):
-                    operand = self._without_rows(node, operand, len(shape_of((node, 0))) - rows)
+                    operand = self._without_rows(node, operand, len(value_shape((node, 0))) - rows)
                 leaves[position] = operand
         args, kwargs = tree_unflatten(leaves, spec)
         if strategy.lowering == "vocabulary":
@@ -190,7 +190,7 @@ class RegionLowering:
         count."""
         # A mean of one rank's part would not add up to the mean of all.
         values = arguments(node)
-        shape = shape_of(value_of(values["self"]))
+        shape = value_shape(value_of(values["self"]))
         dims = values.get("dim") or list(range(len(shape)))
         dtype = {"dtype": values["dtype"]} if values["dtype"] is not None else {}
         sum_args = (args[0], dims, values.get("keepdim", False))
@@ -210,7 +210,7 @@ class RegionLowering:
 
     def _convert_node(self, x: Node, value: Value, source: Placement, target: Placement) -> Node:
         """Emit the conversion, with reshapes to and from rows if either side is a T."""
-        like, shape = value[0], shape_of(value)
+        like, shape = value[0], value_shape(value)
         _part_of(value, target, self.world_size)  # for its error, and to record what divides
         if target.kind == "T":
             x = self._to_rows(x, shape, target.dim, like)
@@ -266,7 +266,7 @@ class RegionLowering:
     def _made(self, value: Value, placement: Placement, new: Node) -> None:
         """Record that ``new`` holds ``value``."""
         # The first line of defence against a wrong rule; the check of placements is the second.
-        shape, expected = shape_of(value), _part_of(value, placement, self.world_size)
+        shape, expected = value_shape(value), _part_of(value, placement, self.world_size)
         got = tuple(new.meta["val"].shape)
         if got != tuple(expected):
             raise PassError(
@@ -282,7 +282,7 @@ class RegionLowering:
 def _part_of(value: Value, placement: Placement, world_size: int) -> tuple[int, ...]:
     """Return the shape of one rank's part; record that an open size is divisible if the example's
     is."""
-    shape = shape_of(value)
+    shape = value_shape(value)
     if not placement.is_sharded:
         return shape
     # Segments of another dim, or of the same dim at another size: the rule is wrong.

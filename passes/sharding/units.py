@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from torch.fx import Node
-
 from sp_compiler.base.placement import Segmentation
+from sp_compiler.passes.sharding.dim_roles import Value
 from sp_compiler.rules.factors import Dim, Dims, Factor
 from sp_compiler.rules.strategies import cut_inside, padded_cut
 
 # The parts in which the dims of values are cut; dicts with None as values are ordered sets.
-Segmentations = dict[tuple[tuple[Node, int], int], dict[Segmentation, None]]
-Places = Sequence[tuple[tuple[Node, int], Dims]]
+Segmentations = dict[tuple[Value, int], dict[Segmentation, None]]
+Places = Sequence[tuple[Value, Dims]]
 """The operands of an operator and its results, each with the factors of its dims."""
 
 
@@ -101,7 +100,7 @@ def demand_split_units(
 
 
 def split_units(
-    source: tuple[Node, int], split: tuple[int, tuple[int, ...]], segmentations: Segmentations
+    source: Value, split: tuple[int, tuple[int, ...]], segmentations: Segmentations
 ) -> list[int]:
     """Return the numbers of undivided units in each of the parts of a split."""
     dim, sizes = split

@@ -164,7 +164,7 @@ class Segmentation(NamedTuple):
     units: int = 0
 
     def is_padded(self, world_size: int) -> bool:
-        """Tell whether the units of a segment do not divide by the number of ranks."""
+        """Return whether the units of a segment do not divide by the number of ranks."""
         return S(0, *self).padding(world_size) > 0
 
 

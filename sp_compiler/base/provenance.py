@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 _INDEXED = re.compile(r"(^|\.)\d+$")
+# Two lines of a stack trace: where, and the code there.
+_FRAME = re.compile(r'File "(?!<).*\n?.*')
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,9 @@ def node_origin(node: Node) -> str:
     """Return the module path and source line in the user's model of ``node``, for error
     messages."""
     path = module_path(node)
-    # The last two lines of a trace are its innermost frame: where, and the code there.
-    trace = (node.meta.get("stack_trace") or "").strip().splitlines()
-    line = "\n    ".join(part.strip() for part in trace[-2:])
+    # The innermost frame in a file: torch.cond traces code of PyTorch's that is in none.
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    line = "\n    ".join(part.strip() for part in frames[-1].splitlines()) if frames else ""
     return f"  module: {path or '(model)'}\n    {line}".rstrip()
 
 

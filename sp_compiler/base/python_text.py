@@ -22,7 +22,7 @@ _RESERVED = frozenset({*keyword.kwlist, *keyword.softkwlist, *dir(builtins)})
 def identifier(name: str, taken: Iterable[str] = ()) -> str:
     """Return a Python identifier similar to ``name``: no keyword, no builtin, and not in ``taken``.
 
-    ASCII only: Python normalises other letters, which could make two names equal.
+    ASCII only: Python normalizes other letters, which could make two names equal.
     """
     text = re.sub(r"[^0-9A-Za-z_]+", "_", name)
     if not text.strip("_"):  # nothing that can be read is left, as of a name in another script

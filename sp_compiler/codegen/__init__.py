@@ -2,7 +2,7 @@
 
 1. :mod:`.token_rows` leaves out views that say nothing; :mod:`.idioms` finds several nodes that one
    call of torch stands for.
-2. :mod:`.names` wishes a name for each value, after the user's source (:mod:`.user_source`).
+2. :mod:`.names` proposes names for each value, after the user's source (:mod:`.user_source`).
 3. :mod:`.nesting` decides which values stand inside the expression that uses them, and need none.
 4. :mod:`.lifetimes` gives the others names and says where they die.
 5. :mod:`.expressions` prints a node as an expression, spelled as in :mod:`.spelling`.

@@ -27,7 +27,7 @@ class Lifetimes:
         graph: a forward or backward.
         parts: statements in order, with the nodes that each evaluates.
         nested: nodes without a name.
-        wishes: returns candidate names for a node, best first.
+        candidates: returns candidate names for a node, best first.
         given: predetermined names of inputs, by node name.
         taken: names that are already used.
 
@@ -40,14 +40,14 @@ class Lifetimes:
         graph: Graph,
         parts: Mapping[Node, Sequence[Node]],
         nested: Collection[Node],
-        wishes: Callable[[Node], Sequence[str]],
+        candidates: Callable[[Node], Sequence[str]],
         given: Mapping[str, str],
         taken: Iterable[str],
     ) -> None:
         self._parts = parts
         self._inputs = graph.find_nodes(op="placeholder")
         self._returned = set(graph.output_node().all_input_nodes)
-        self._wishes = wishes
+        self._candidates = candidates
         self._last_read = {
             read: place
             for place, nodes in enumerate(parts.values())
@@ -61,8 +61,8 @@ class Lifetimes:
     def _choose(self, given: Mapping[str, str], taken: set[str]) -> None:
         # What the caller passes keeps its name to the end: a reader looks it up in the signature.
         for node in self._inputs:
-            wishes = [given[node.name]] if node.name in given else self._wishes(node)
-            self.names[node] = _first_free(wishes, taken)
+            candidates = [given[node.name]] if node.name in given else self._candidates(node)
+            self.names[node] = _first_free(candidates, taken)
             taken.add(self.names[node])
         # Names that become free, by the place of the statement that may bind them anew.
         freed: dict[int, list[str]] = {}
@@ -70,7 +70,7 @@ class Lifetimes:
             # What this statement alone still reads may give its name away: x = f(x).
             taken.difference_update(freed.pop(place, ()))
             for node in targets(statement):
-                name = self.names[node] = _first_free(self._wishes(node), taken)
+                name = self.names[node] = _first_free(self._candidates(node), taken)
                 # In order: names that one statement binds differ from each other.
                 taken.add(name)
                 if node not in self._returned:
@@ -125,8 +125,8 @@ def assigned(statement: Node, names: Mapping[Node, str]) -> list[str]:
     return [parts.get(index, UNUSED) for index in range(len(statement.meta["val"]))]
 
 
-def _first_free(wishes: Sequence[str], taken: Collection[str]) -> str:
-    """The first of ``wishes`` that is not ``taken``, else the first with a number."""
-    stem = wishes[0].rstrip("_")  # "sum_" has a "_" because sum is a builtin
+def _first_free(candidates: Sequence[str], taken: Collection[str]) -> str:
+    """The first of ``candidates`` that is not ``taken``, else the first with a number."""
+    stem = candidates[0].rstrip("_")  # "sum_" has a "_" because sum is a builtin
     numbered = (f"{stem}_{number}" for number in itertools.count(1))
-    return next(name for name in itertools.chain(wishes, numbered) if name not in taken)
+    return next(name for name in itertools.chain(candidates, numbered) if name not in taken)

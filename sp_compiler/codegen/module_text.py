@@ -181,13 +181,13 @@ def region_text(
     """
     layer = paths[0] if paths else ""
     # All functions ask one object, so that a value has the same name in forward and backward.
-    wishes = ValueNames(joint, layer).wishes
+    candidates = ValueNames(joint, layer).candidates
     bindings: dict[str, str] = {}
     bodies: dict[str, Body] = {}
     # All functions are laid out before any name is final: what is saved has one name in all.
     for method, graph in _methods_of(partitioned).items():
         # What is nested needs no name, but what is nested depends on how long the names are.
-        tentative = {node: wishes(node)[0] for node in graph.nodes if node.op != "output"}
+        tentative = {node: candidates(node)[0] for node in graph.nodes if node.op != "output"}
         sizes = {symbol_of(node): name for node, name in tentative.items() if symbol_of(node)}
         printer = Printer(tentative, Idioms(graph), sizes, bindings)
         bodies[method] = Body(graph, printer, layer, gradients=method != "forward", apart=apart)
@@ -196,12 +196,12 @@ def region_text(
     taken = {binding(target) for target in called if hasattr(target, "namespace")}
     names: dict[str, str] = {}
     for body in bodies.values():  # forward first: what it saves has the same name in backward
-        body.choose_names(wishes, names, taken)
+        body.choose_names(candidates, names, taken)
         for node, name in body.printer.names.items():
             names.setdefault(node.name, name)
     forward = bodies.pop("forward")
     inputs = forward.graph.find_nodes(op="placeholder")
-    # Of the forward, for all: comments of a backward may tell sizes that it does not take.
+    # Of the forward, for all: comments of a backward may name sizes that it does not take.
     sizes = {symbol_of(node): names[node.name] for node in inputs if symbol_of(node)}
     for body in (forward, *bodies.values()):
         body.printer.sizes = sizes

@@ -74,31 +74,31 @@ class ValueNames:
         values = _forward_values(joint.graph, self._backward)
         self._source_of = {value: source for source, value in values.items()}
         self._gradient_of = _gradients(joint, values)
-        self._wishes: dict[Node, list[str]] = {}
+        self._cache: dict[Node, list[str]] = {}
 
-    def wishes(self, node: Node) -> Sequence[str]:
+    def candidates(self, node: Node) -> Sequence[str]:
         """Return candidate identifiers for a node of a forward or backward."""
         # What has arrived is the value, what is on its way its pending self.
         value = node.all_input_nodes[0] if is_wait(node) else node
-        wishes = self._wished(value)
-        wishes = [f"pending_{wishes[0]}"] if is_started(node) else wishes
+        candidates = self._cached_candidates(value)
+        candidates = [f"pending_{candidates[0]}"] if is_started(node) else candidates
         suffix = next((each for each in (BEFORE, BEHIND) if value.name.endswith(each)), "")
         if value.name not in self._nodes:
-            wishes = [f"{wish}{suffix}" for wish in wishes]
-        return [identifier(wish, RESERVED) for wish in wishes]
+            candidates = [f"{name}{suffix}" for name in candidates]
+        return [identifier(name, RESERVED) for name in candidates]
 
     def _base(self, node: Node) -> str:
         """Return the name without the number that made it unique, as a prefix for other names."""
-        return self._wished(node)[0]
+        return self._cached_candidates(node)[0]
 
-    def _wished(self, node: Node) -> list[str]:
+    def _cached_candidates(self, node: Node) -> list[str]:
         # Waits and views that later steps made are in no joint graph, and speak for themselves.
         own_name = node.name.removesuffix(BEFORE).removesuffix(BEHIND)
         node = self._nodes.get(node.name) or self._nodes.get(own_name, node)
-        if node not in self._wishes:
-            self._wishes[node] = [_operator_name(node)]  # where the search comes back to it
-            self._wishes[node] = list(self._candidates(node)) or [_operator_name(node)]
-        return self._wishes[node]
+        if node not in self._cache:
+            self._cache[node] = [_operator_name(node)]  # where the search comes back to it
+            self._cache[node] = list(self._candidates(node)) or [_operator_name(node)]
+        return self._cache[node]
 
     def _candidates(self, node: Node) -> Iterator[str]:
         if node.op == "placeholder":
@@ -108,7 +108,7 @@ class ValueNames:
         elif node in self._gradient_of:
             yield f"grad_{self._base(self._gradient_of[node])}"
         elif (first := _first_part(node)) is not None:
-            # ln_1_rstd: a statistic is told by the norm that it is of.
+            # ln_1_rstd: a statistic is named after its norm.
             yield f"{self._base(first)}_{_operator_name(node)}"
         else:
             partial = "_partial" if self._is_partial(node) else ""
@@ -147,7 +147,7 @@ class ValueNames:
             yield f"grad_{self._base(self._gradient_of[node])}"
         else:
             # Summed up: the value itself, which may have the name that the summands were denied.
-            yield from (name.removesuffix("_partial") for name in self._wished(source))
+            yield from (name.removesuffix("_partial") for name in self._cached_candidates(source))
 
     def _is_partial(self, node: Node) -> bool:
         """Return whether a value is only reduced over the ranks."""
@@ -219,7 +219,7 @@ def _assigned_names(
     for key, members in groups.items():  # in the order in which the statements ran
         by_statement[key] = _targets(key[-1].statement, members, backward, assigned)
         assigned.update(by_statement[key])
-    wishes = {}
+    candidates = {}
     for node, trace in traces.items():
         depths = range(len(trace), 0, -1)
         statements = [by_statement[_group(trace[:depth])].get(node, "") for depth in depths]
@@ -227,8 +227,8 @@ def _assigned_names(
         # One letter or `out` says less than the module does, but still more than the operator.
         good = [name if len(name) > 1 and name not in _POOR else "" for name in statements]
         ranked = [*good[:1], *modules, *good[1:], *statements]
-        wishes[node] = list(dict.fromkeys(name for name in ranked if name))
-    return wishes
+        candidates[node] = list(dict.fromkeys(name for name in ranked if name))
+    return candidates
 
 
 def _group(trace: tuple[Frame, ...]) -> tuple[Frame, ...]:

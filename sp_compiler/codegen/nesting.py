@@ -37,8 +37,8 @@ from sp_compiler.ir.op_traits import (
     draws,
     is_collective,
     is_handed,
-    is_name,
     is_part,
+    is_pure_view,
     is_view,
     is_wait,
 )
@@ -160,7 +160,7 @@ class Nesting:
         """Take ``inside``, which is nested in the statement of ``user``, out of the statements, if
         that is allowed."""
         # What writes in place is a view by its storage alone: it computes, and reads operands.
-        computed = [node for node in inside if not all(map(is_name, self.tree(node)))]
+        computed = [node for node in inside if not all(map(is_pure_view, self.tree(node)))]
         if computed:
             start = min(self.statements.index(node) for node in computed)
             end = self.statements.index(user, start)

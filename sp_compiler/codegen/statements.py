@@ -51,13 +51,13 @@ class Body:
 
     def choose_names(
         self,
-        wishes: Callable[[Node], Sequence[str]],
+        candidates: Callable[[Node], Sequence[str]],
         given: Mapping[str, str],
         taken: Collection[str],
     ) -> None:
         """Give the final names; the arguments are those of :class:`Lifetimes`."""
         nested = self._nesting.nested
-        lifetimes = Lifetimes(self.graph, self._parts, nested, wishes, given, taken)
+        lifetimes = Lifetimes(self.graph, self._parts, nested, candidates, given, taken)
         self.printer.names = lifetimes.names
         self._deaths = lifetimes.deaths()
 

@@ -22,6 +22,7 @@ from sp_compiler.base.errors import ArgumentError, UnsupportedError, did_you_mea
 from sp_compiler.base.units import bytes_text
 from sp_compiler.command_line.config_file import module_of, read_config
 from sp_compiler.command_line.messages import UsageError
+from sp_compiler.ir.text import dtype_name
 from sp_compiler.trace.arguments import ExampleInputs, checked_inputs
 
 BATCH, SEQUENCE = 1, 1024
@@ -48,18 +49,14 @@ class Loaded:
         # Behind the last name come further ones of ``*args``.
         named = [*zip_longest(list(names)[: len(args)], args, fillvalue="..."), *kwargs.items()]
         texts = [f"{name} {_input_text(value)}" for name, value in named]
-        dtypes = dict.fromkeys(map(_dtype_name, self.model.parameters()))
+        dtypes = dict.fromkeys(dtype_name(each.dtype) for each in self.model.parameters())
         return f"inputs: {', '.join(texts)}; {', '.join(dtypes) or 'no parameters'}"
 
 
 def _input_text(value: object) -> str:
     if isinstance(value, Tensor):
-        return f"{_dtype_name(value)}{[*value.shape]}"
+        return f"{dtype_name(value.dtype)}{[*value.shape]}"
     return repr(value) if isinstance(value, (int, float, str)) else type(value).__name__
-
-
-def _dtype_name(value: Tensor) -> str:
-    return str(value.dtype).removeprefix("torch.")
 
 
 def presets() -> dict[str, dict[str, Any]]:

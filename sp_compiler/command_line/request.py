@@ -31,7 +31,7 @@ from sp_compiler.base.log import VARIABLE as LOG_VARIABLE
 from sp_compiler.command_line.messages import Note, UsageError
 from sp_compiler.command_line.models import SEQUENCE, Loaded, load, presets
 from sp_compiler.options import Options
-from sp_compiler.trace.environment import ADVICE
+from sp_compiler.trace.capture_errors import ADVICE
 
 # Apart, so that a CI can tell "no" from "could not find out"; 2 is what typer uses itself.
 FAILED, USAGE, BROKEN = 1, 2, 3

@@ -18,6 +18,7 @@ import torch
 
 from sp_compiler.base.errors import ArgumentError, expected_one_of
 from sp_compiler.base.placement import I, Placement
+from sp_compiler.ir.text import dtype_name
 from sp_compiler.ops.convert import LINK_CROSSINGS, conversion_between
 
 _PROFILES = Path(__file__).parent / "profiles"
@@ -142,7 +143,7 @@ class Hardware:
 
 def _rate(rates: Mapping[str, float], dtype: torch.dtype) -> float:
     # What a profile does not name (complex numbers, integers) runs on the same units as float32.
-    return rates.get(str(dtype).removeprefix("torch."), rates["float32"])
+    return rates.get(dtype_name(dtype), rates["float32"])
 
 
 def _toml(hardware: Hardware) -> str:

@@ -14,18 +14,20 @@ import torch.distributed as dist
 
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.cost.hardware import Hardware, Link, hardware_of
+from sp_compiler.ir.text import dtype_name
 from sp_compiler.ops.communicator import Communicator, FunctionalCollectives
 from sp_compiler.ops.convert import LINK_CROSSINGS
 from sp_compiler.ops.dropout import dropout
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _MATRIX_SIZES = (256, 512, 1024, 2048, 4096, 8192)
-_COPY_BYTES = 256 << 20
-_RANDOM_SHAPE = (1 << 12, 1 << 12)
-_SMALL_BYTES, _LARGE_BYTES = 1 << 10, 64 << 20
 # A product that takes longer than this is the last of its dtype: the larger take eight times that.
 _LONG_S = 0.05
-_REPEATS = 7
+_RANDOM_SHAPE = (1 << 12, 1 << 12)  # 64 MiB: more than most caches hold, as activations are
+# The time of a small transfer is latency; large ones are as long as their bytes take.
+_SMALL_BYTES, _LARGE_BYTES = 1 << 10, 64 << 20
+_COPY_BYTES = 256 << 20  # copies within a device are faster, and need more bytes to take as long
+_REPEATS = 7  # of which the shortest counts
 
 
 def profile(
@@ -70,7 +72,7 @@ def profile(
     where = torch.device(device or accelerator or "cpu")
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
-    products = {str(d).removeprefix("torch."): _product_tflops(d, where) for d in _DTYPES}
+    products = {dtype_name(d): _product_tflops(d, where) for d in _DTYPES}
     measured = Hardware(
         name=_name(where),
         peak_tflops={dtype: fastest for dtype, (fastest, _) in products.items()},

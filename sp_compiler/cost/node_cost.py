@@ -19,8 +19,8 @@ from sp_compiler.ir.fx import arguments, placements_of, tensor_operands
 from sp_compiler.ir.op_traits import (
     FUSED_ATTENTION,
     collective_of,
-    is_name,
     is_part,
+    is_pure_view,
     is_started,
     is_view,
     is_wait,
@@ -189,7 +189,7 @@ def compute_us(node: Node, hardware: Hardware, fused: Mapping[Node, int] | None 
             :func:`sp_compiler.cost.fused_kernels.fused_bytes`.
     """
     # A part of several results is there when they are.
-    if node.op != "call_function" or is_part(node) or is_name(node):
+    if node.op != "call_function" or is_part(node) or is_pure_view(node):
         return 0.0
     if placements_of(node) is not None:  # its time is on the link
         return 0.0

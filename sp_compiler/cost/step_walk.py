@@ -28,6 +28,8 @@ from sp_compiler.ir.op_traits import base, is_handed
 from sp_compiler.ir.program import Call, Program, Ref
 
 SEED_BYTES = 8
+"""Of the seed of one call, an int64."""
+
 Phase = Literal["forward", "backward"]
 
 

@@ -36,10 +36,10 @@ from sp_compiler.trace.autograd_functions import may_be_same
 
 _Key = Callable[[Node], str]
 _NAMED = ("placeholder", "get_attr")
-# Pairs of unmatched nodes beyond which looking for one difference after another takes too long,
-_MAX_ROUND_PAIRS = 100_000
-_MAX_ROUNDS = 20
-# and beyond which nothing common is looked for: what is left is reported as removed and inserted.
+# Matching one pair at a time takes a search among all unmatched nodes for each: this often, and up
+# to this many pairs of unmatched nodes.
+_MAX_ROUNDS, _MAX_ROUND_PAIRS = 20, 100_000
+# Beyond this many, nodes that are still unmatched are reported as removed and inserted.
 _MAX_PAIRS = 4_000_000
 # Extra nodes that a value is followed through: a graph that is one long chain has no end of them.
 _MAX_PASSED = 64

@@ -44,7 +44,7 @@ def diff(a: Comparable, b: Comparable, *, example_inputs: ExampleInputs | None =
     >>> print(sp_compiler.diff(module.code, Path("edited.py")))  # what an edit of the code changes
 
     A compiled module is compared by the graphs that it runs; an uncompiled module is captured,
-    normalised and cut into its distinct layers. Regions are matched by name. If forward and
+    normalized and cut into its distinct layers. Regions are matched by name. If forward and
     backward are partitioned on one side only, ``"Block"`` matches ``"Block.forward"``, and
     ``"Block.backward"`` is an added graph. A single graph is compared with the forward of a stage
     of one region.

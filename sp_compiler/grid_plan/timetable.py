@@ -37,7 +37,7 @@ class StageTimes:
     saving: frozenset[int] = frozenset()
 
     def recomputes(self, microbatch: int) -> bool:
-        """Tell whether ``microbatch`` takes the time of ``rest``."""
+        """Return whether ``microbatch`` takes the time of ``rest``."""
         return self.rest is not None and microbatch not in self.saving
 
     def mean_us(self, microbatches: int) -> tuple[float, float]:

@@ -8,9 +8,11 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from typing import Any
 
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
 
 from sp_compiler.base.placement import Placement
 from sp_compiler.ops.convert import CONVERT
@@ -44,6 +46,30 @@ def named_arguments(
         elif argument.has_default_value():
             values[argument.name] = argument.default_value
     return values
+
+
+def mutates(node: Node) -> bool:
+    """Return whether ``node`` writes in place, by the schema of its operator."""
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+def written_arguments(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return what a call writes into, by the schema: ``x`` of ``x.add_(y)``, all of a list."""
+    values = named_arguments(operation, args, kwargs)
+    return [
+        leaf
+        for argument in operation._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for leaf in pytree.tree_leaves(values.get(argument.name))
+    ]
+
+
+def written_operands(node: Node) -> list[Node]:
+    """Return the operands that ``node`` writes into."""
+    if not mutates(node):
+        return []
+    written = written_arguments(node.target, node.args, node.kwargs)
+    return [operand for operand in written if isinstance(operand, Node)]
 
 
 def carries_gradient(value: Tensor) -> bool:

@@ -162,7 +162,10 @@ def _wish(name: str, shape: tuple[int, ...], hints: Mapping[str, Hint]) -> Wish:
                 )
     wish = Wish(tuple(hints.items()), rank)
     if not any(wish.allowed):
-        raise ArgumentError(f"{wish} contradict each other for parameter {name!r} {shape}")
+        raise ArgumentError(
+            f"{wish} contradict each other: no placement is left for parameter {name!r} {shape}; "
+            "drop one of them"
+        )
     return wish
 
 

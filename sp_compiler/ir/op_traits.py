@@ -152,7 +152,7 @@ def writes(node: Node) -> bool:
     return ours is not None and ours.writes
 
 
-def is_name(node: Node) -> bool:
+def is_pure_view(node: Node) -> bool:
     """Return whether the node computes nothing: a view whose operator does not write."""
     return is_view(node) and not writes(node)
 

@@ -16,7 +16,7 @@ from sp_compiler.base.provenance import module_path, source_line
 from sp_compiler.ir.graph_theory import as_networkx
 from sp_compiler.ir.program import Program, Ref
 from sp_compiler.ir.rewriting import copy_graph
-from sp_compiler.ir.text import meta_text, render_target
+from sp_compiler.ir.text import dtype_name, meta_text, render_target
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -187,7 +187,7 @@ def _attributes(node: Node) -> dict[str, Any]:
     shape, dtype = None, ""
     if isinstance(value, Tensor):
         shape = tuple(size if isinstance(size, int) else str(size) for size in value.shape)
-        dtype = str(value.dtype).removeprefix("torch.")
+        dtype = dtype_name(value.dtype)
     return {
         "op": node.op,
         "target": render_target(node),

@@ -121,9 +121,19 @@ def render_type(value: Any) -> str:
     return _plain(value)
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return ``float32`` for ``torch.float32``: as in messages, plans and hardware profiles."""
+    return str(dtype).removeprefix("torch.")
+
+
+def describe_tensor(value: Tensor) -> str:
+    """Return ``float32 (2, 4)``: dtype and shape, for messages."""
+    return f"{dtype_name(value.dtype)} {tuple(value.shape)}"
+
+
 def render_dtype(dtype: torch.dtype) -> str:
     """Render ``f32``, ``bf16``, ``i64``, ``bool``; torch's name if there is no short one."""
-    text = str(dtype).removeprefix("torch.")
+    text = dtype_name(dtype)
     # Names with more than letters and one number, such as float8_e4m3fn, have no short form.
     stem = text.rstrip("0123456789")
     return _DTYPES[stem] + text[len(stem) :] if stem in _DTYPES else text

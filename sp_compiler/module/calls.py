@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -95,8 +94,8 @@ def _add_program(
         try:
             executor = _compile(state, leaves, structure, open_dims)
         except CaptureError as error:
-            # An operand with numbers and one without are on two devices, which says nothing of why.
-            missing = _without_data(state)
+            # Said of two devices, for operands with numbers and without.
+            missing = state.without_data()
             if missing and set(missing).isdisjoint(state.parameters):
                 raise ArgumentError(_no_data(missing, state)) from error
             known = state.original.argument_names
@@ -194,12 +193,6 @@ def run(state: ModuleState, executor: Executor, leaves: list[Any]) -> Any:
     return user_outputs(executor.compiled, execution, state.group, state.modules)
 
 
-def _without_data(state: ModuleState) -> list[str]:
-    """Return the names of parameters and buffers on the meta device."""
-    tensors = itertools.chain(state.parameters.items(), state.buffers.items())
-    return [name for name, value in tensors if value.is_meta]
-
-
 def _no_data(missing: Sequence[str], state: ModuleState) -> str:
     """Return the text of an error about tensors on the meta device."""
     in_no_file = [
@@ -233,7 +226,7 @@ def require_data(state: ModuleState) -> None:
     # Every call asks, and what has data keeps it.
     if state.has_data:
         return
-    if missing := _without_data(state):
+    if missing := state.without_data():
         raise ArgumentError(_no_data(missing, state))
     state.has_data = True
     # What was on meta when it was placed. Parts of a sharded one have nothing to be compared with.

@@ -21,7 +21,8 @@ from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.placement import I, Placement, shard_of
 from sp_compiler.module.dtensors.patches import refuse_to_pickle
 from sp_compiler.module.dtensors.segmented_shard import segmented_shard
-from sp_compiler.runtime.group import AXIS, EXPERT_AXIS, TensorParallelGroup
+from sp_compiler.runtime.group import TensorParallelGroup
+from sp_compiler.runtime.mesh_axes import EXPERT_AXIS, TENSOR_AXIS
 from sp_compiler.runtime.padding import padded_part, stored_part, stored_shape
 from sp_compiler.runtime.parameter_gradients import local_tensor
 
@@ -178,7 +179,7 @@ def _laid_out(
     local = own_part(local, like)
     names = like.device_mesh.mesh_dim_names or ()
     where = tuple(
-        mesh_placement(placement) if name == AXIS else _beside(other, placement, group)
+        mesh_placement(placement) if name == TENSOR_AXIS else _beside(other, placement, group)
         for name, other in zip(names, like.placements, strict=True)
     )
     stride = torch.empty(full.shape, device="meta").stride()
@@ -202,7 +203,7 @@ def _beside(
 
 def own_part(part: Tensor, like: DTensor) -> Tensor:
     """Return this rank's shard of its tensor-parallel ``part`` if ``like`` has other axes too."""
-    if like.device_mesh.mesh_dim_names in (None, (AXIS,)):
+    if like.device_mesh.mesh_dim_names in (None, (TENSOR_AXIS,)):
         return part
     mesh, placements = _other_axes(like)
     # Every rank has the same: nothing is sent. The last axis cuts first, as a strided shard means.
@@ -218,7 +219,7 @@ def _other_axes(value: DTensor) -> tuple[DeviceMesh, list[MeshPlacement]]:
     """Return the axes other than "tp", and the placements of this rank's tensor-parallel part over
     them."""
     names = value.device_mesh.mesh_dim_names or ()
-    others = [index for index, name in enumerate(names) if name != AXIS]
+    others = [index for index, name in enumerate(names) if name != TENSOR_AXIS]
     kept = [value.placements[index] for index in others]
     placements = [
         # FSDP's way to say that its chunks are chunks of the part, not of the model's tensor. They

@@ -178,7 +178,10 @@ def _inside(index: Path, name: str, file: Any) -> Path:
             f"{folder} (links that lead out of it are not followed)"
         )
     if not target.is_file():
-        raise ArgumentError(f'{index}: "weight_map" gives {file!r} for {name!r}: no such file')
+        raise ArgumentError(
+            f'{index}: "weight_map" gives {file!r} for {name!r}: no such file in {folder}; copy '
+            "every file of the checkpoint there"
+        )
     return path
 
 
@@ -306,7 +309,8 @@ def _match(
         if checkpoint.shape(stored) != tuple(entry.tensor.shape):
             raise ArgumentError(
                 f"{path}: {stored!r} has shape {checkpoint.shape(stored)}, the model's "
-                f"{entry.names[0]!r} has {tuple(entry.tensor.shape)}"
+                f"{entry.names[0]!r} has {tuple(entry.tensor.shape)}: build the model with the "
+                "configuration of this checkpoint"
             )
     return matched
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -186,6 +187,11 @@ class ModuleState:
             compiled, tp, call, self.deferred, managed, weights,
             leaves_partial=gathered and self.group.data.mesh is not None,
         )  # fmt: skip
+
+    def without_data(self) -> list[str]:
+        """Return the names of parameters and buffers on the meta device."""
+        tensors = itertools.chain(self.parameters.items(), self.buffers.items())
+        return [name for name, value in tensors if value.is_meta]
 
     @property
     def waits_over_data(self) -> bool:

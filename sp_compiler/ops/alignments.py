@@ -1,9 +1,10 @@
 """Losses over all alignments of a sequence with a shorter one (connectionist temporal
 classification, Graves et al. 2006).
 
-PyTorch's operator returns, beside the losses, a table for its backward whose size only the lengths
-tell, which no graph can hold. This one returns the losses alone, and its backward fills the table
-again: T x N x (2 S + 1) additions, next to nothing beside the model in front of it.
+PyTorch's operator returns, beside the losses, a table for its backward whose size depends on the
+numbers in the lengths, so that no graph can have it. This one returns the losses alone, and its
+backward fills the table again: T x N x (2 S + 1) additions, next to nothing beside the model in
+front of it.
 """
 
 from __future__ import annotations

@@ -33,9 +33,11 @@ def all_gather_matmul(tp: Communicator, shard: Tensor, factors: Sequence[Tensor]
     if group is None:
         gathered = tp.all_gather(shard, "S(0)", "R")
         return [gathered, *(torch.mm(gathered, factor) for factor in factors)]
-    gathered, products = _kernels().fused_all_gather_matmul(
-        shard.contiguous(), list(factors), 0, group
-    )
+    # They take streams and memory of the current device, which need not be that of the tensors.
+    with torch.cuda.device_of(shard):
+        gathered, products = _kernels().fused_all_gather_matmul(
+            shard.contiguous(), list(factors), 0, group
+        )
     return [gathered, *products]
 
 
@@ -45,7 +47,8 @@ def matmul_reduce_scatter(tp: Communicator, x: Tensor, factor: Tensor) -> Tensor
     group = tp.symmetric_memory_group(x)
     if group is None:
         return tp.reduce_scatter(torch.mm(x, factor), "P", "S(0)")
-    summed: Tensor = _kernels().fused_matmul_reduce_scatter(x, factor, "sum", 0, group)
+    with torch.cuda.device_of(x):
+        summed: Tensor = _kernels().fused_matmul_reduce_scatter(x, factor, "sum", 0, group)
     return summed
 
 

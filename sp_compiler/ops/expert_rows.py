@@ -87,14 +87,14 @@ def _routes(
 ) -> _Routes:
     num_local = counts.shape[0] // world_size
     by_rank = counts.view(world_size, num_local)
-    # Every rank also hears how many rows the others have, for they must have room for all, and who
-    # cannot go on, for whose rows they would wait.
+    # Beside the counts each rank sends its number of rows, which must be the same on all, or -1 if
+    # it cannot go on, because the others would wait for its rows.
     size = torch.where(is_wrong, -1, rows).to(by_rank)
-    told = torch.cat([by_rank, size.expand(world_size, 1)], 1)
-    heard = _exchange(tp, told, [1] * world_size, [1] * world_size)
-    received = heard[:, :-1]
+    outgoing = torch.cat([by_rank, size.expand(world_size, 1)], 1)
+    incoming = _exchange(tp, outgoing, [1] * world_size, [1] * world_size)
+    received = incoming[:, :-1]
     # The one time that the host waits: both directions, forward and backward, use these numbers.
-    splits = torch.stack([by_rank.sum(1), received.sum(1), heard[:, -1]]).cpu()
+    splits = torch.stack([by_rank.sum(1), received.sum(1), incoming[:, -1]]).cpu()
     sizes = splits[2].tolist()
     if wrong := [rank for rank, size in enumerate(sizes) if size < 0]:
         raise IndexError(
@@ -107,7 +107,7 @@ def _routes(
             "exchange rows, so their batches must have one size; pad them, or drop the last one"
         )
     total = int(splits[1].sum())
-    # They arrive by rank and then by expert; wanted are they by expert and then by rank.
+    # Rows arrive by rank and then by expert; experts need them by expert and then by rank.
     lengths, wanted = received.flatten(), received.t().flatten()
     starts = (wanted.cumsum(0) - wanted).view(num_local, world_size).t().flatten()
     before = lengths.cumsum(0) - lengths

@@ -17,6 +17,7 @@ from sp_compiler.ir.captured import Captured
 from sp_compiler.ir.op_traits import draws
 from sp_compiler.ir.rewriting import inherit, refake
 from sp_compiler.ir.symbolic import same_shape
+from sp_compiler.ir.text import dtype_name
 from sp_compiler.options import Dropout
 from sp_compiler.passes.normalize import normalize
 
@@ -33,9 +34,9 @@ def run_user_pass(captured: Captured, user_pass: UserPass, dropout: Dropout) -> 
     the right form are for :func:`sp_compiler.verify` to find.
 
     Args:
-        captured: normalised.
+        captured: normalized.
         user_pass: see :class:`sp_compiler.options.Options`.
-        dropout: the option; new nodes are normalised too, as later passes require.
+        dropout: the option; new nodes are normalized too, as later passes require.
 
     Raises:
         PassError: with the pass, and the node if there is one.
@@ -73,7 +74,7 @@ def run_user_pass(captured: Captured, user_pass: UserPass, dropout: Dropout) -> 
     try:
         normalize(captured, dropout)
     except Exception as error:
-        raise PassError(name, f"cannot be normalised: {error}") from error
+        raise PassError(name, f"cannot be normalized: {error}") from error
     _check_outputs(name, module.graph, before[1])
 
 
@@ -175,6 +176,6 @@ def _form(value: Any) -> str:
     def text(leaf: Any) -> str:
         if not isinstance(leaf, Tensor):
             return str(leaf)
-        return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)} on {leaf.device}"
+        return f"{dtype_name(leaf.dtype)}{list(leaf.shape)} on {leaf.device}"
 
     return ", ".join(map(text, pytree.tree_leaves(value)))

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from sp_compiler.runtime.group import TensorParallelGroup, watched_group
-from sp_compiler.runtime.mesh_axes import PIPELINE_AXIS as AXIS
-from sp_compiler.runtime.mesh_axes import named_axis
+from sp_compiler.runtime.mesh_axes import PIPELINE_AXIS, named_axis
 
 _EXAMPLE = (
     "for example torch.distributed.device_mesh.init_device_mesh(device_type, (2, 2), "
@@ -61,7 +60,7 @@ def pipeline_axis(mesh: DeviceMesh | None, rank_timeout: timedelta) -> PipelineA
         ArgumentError: no mesh, or one without the axis.
     """
     remark = "without stages use sp_compiler.compile(model, mesh=mesh)"
-    axis = named_axis(mesh, AXIS, user="a pipeline", example=_EXAMPLE, remark=remark)
+    axis = named_axis(mesh, PIPELINE_AXIS, user="a pipeline", example=_EXAMPLE, remark=remark)
     group = axis.get_group()
     ranks = tuple(dist.get_process_group_ranks(group))
     watched = watched_group(axis, rank_timeout, "pipeline")

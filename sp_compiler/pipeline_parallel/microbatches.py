@@ -57,7 +57,10 @@ def microbatches_of(
     sizes = [leaf.shape[0] if isinstance(leaf, Tensor) and leaf.dim() else None for leaf in leaves]
     batch = next((size for size in sizes if size is not None), None)
     if batch is None:
-        raise ArgumentError("no input is a tensor with a batch dim, which microbatches are cut of")
+        raise ArgumentError(
+            f"no input is a tensor with a batch dim, to be cut into microbatches={count}: pass the "
+            "batch as dim 0 of an input"
+        )
     # Not padded: rows that are none would count in a mean over tokens.
     if batch % count or not batch:
         first = names()[sizes.index(batch)]

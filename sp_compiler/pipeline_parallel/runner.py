@@ -167,7 +167,8 @@ class StageRunner:
                 # What was sent may have nobody who receives it: no place is one that all stopped
                 # at, after which the group could go on.
                 self._messages.board.num_started = -1 - self._messages.board.rank
-            # torch tells of shapes where the model, or another rank, tells of what is wrong.
+            # torch's own error is about shapes; its cause, raised by the model or for another rank,
+            # says what is wrong.
             if error.__cause__ is not None and any(text in str(error) for text in _WRAPPERS):
                 raise error.__cause__ from None
             raise

@@ -291,11 +291,11 @@ class _MessageWait(RankWait):
         if time.monotonic() - self._start <= self._timeout.total_seconds():
             return
         waits = [self._of(rank) for rank in range(self._board.world_size)]
-        told = [json.loads(text)[0] if text else "waits for no stage" for text in waits]
+        purposes = [json.loads(text)[0] if text else "waits for no stage" for text in waits]
         raise RankMismatchError(
             f"rank {self._board.rank} of the {self._board.kind} {self._purpose} for "
             f"{self._timeout} (rank_timeout): "
-            + ", ".join(f"rank {rank} {purpose}" for rank, purpose in enumerate(told))
+            + ", ".join(f"rank {rank} {purpose}" for rank, purpose in enumerate(purposes))
         )
 
 

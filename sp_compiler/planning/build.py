@@ -34,6 +34,7 @@ from sp_compiler.ir.forward_backward import Partitioned, SavedTensor
 from sp_compiler.ir.fx import tensor_operands
 from sp_compiler.ir.op_traits import collective_of, is_view
 from sp_compiler.ir.program import Ref, Region
+from sp_compiler.ir.text import dtype_name
 from sp_compiler.options import CompileOptions
 from sp_compiler.planning.call_memory import call_memories
 from sp_compiler.planning.costly_fallbacks import costly_fallbacks
@@ -219,7 +220,7 @@ def _tensor(
         line=saved.line,
         op=saved.op,
         shape=saved.shape,
-        dtype=str(saved.dtype).removeprefix("torch."),
+        dtype=dtype_name(saved.dtype),
         num_bytes=SEED_BYTES if saved.kind == "seed" else kept.storage.num_bytes,
         policy="offload" if saved.on_host else policy,
         reason=reason,

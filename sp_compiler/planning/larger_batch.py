@@ -1,7 +1,7 @@
-"""Formulas of a batch of one, which is not told from other sizes of 1: derived at a larger batch.
+"""Formulas at a batch of one, which looks like any other size of 1: derived at a larger batch.
 
 A tensor of shape (1, 1, s, d) has two dims of 1. Which of them is the batch, and which is the one
-head that each rank has, a graph for a batch of one may not tell: both are the number 1, and
+head that each rank has, a graph for a batch of one may not show: both are the number 1, and
 operators take either. In a graph for a batch of two the same dims have different numbers.
 """
 
@@ -27,17 +27,18 @@ from sp_compiler.planning.planned_program import PlannedProgram
 CompileAt = Callable[..., PlannedProgram]
 
 
-def telling_batch(
+def with_batch_formulas(
     compiled: PlannedProgram,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     compile_at: CompileAt,
 ) -> Plan:
-    """Return the plan of ``compiled``, with formulas that tell a batch of one from other ones.
+    """Return the plan of ``compiled``, with formulas in which the batch differs from other sizes.
 
-    Where they do not by themselves, the same model is compiled once more, when they are first asked
-    for, for more sequences. The formulas of those take the place of the plan's own if at a batch of
-    one they give its bytes, tensor by tensor. Else those stay, which refuse other sizes.
+    Where the batch is 1 and the plan's own formulas cannot tell it from other sizes of 1, the same
+    model is compiled once more for more sequences, when the formulas are first read. The new
+    formulas replace the plan's own if at a batch of one they give its bytes, tensor by tensor. Else
+    the plan's own stay, which refuse other sizes.
 
     Args:
         compiled: for ``args`` and ``kwargs``.
@@ -87,33 +88,33 @@ def _derived(
         except Exception as error:  # whatever the model's own code raises for another batch
             LOG.info("no formulas from a batch of %d: %s", batch, error)
             continue
-        told = other.activation_formula.at_batch_of_one(batch)
-        if told is not None:
-            told = _in_order(told, other, plan)
-            if told.same_bytes(formula):
-                return told
+        derived = other.activation_formula.at_batch_of_one(batch)
+        if derived is not None:
+            derived = _in_order(derived, other, plan)
+            if derived.same_bytes(formula):
+                return derived
     return formula
 
 
-def _in_order(told: ActivationFormula, other: Plan, plan: Plan) -> ActivationFormula:
-    """Return ``told``, made of ``other``, those of tensors in the order of ``plan`` where it can.
+def _in_order(derived: ActivationFormula, other: Plan, plan: Plan) -> ActivationFormula:
+    """Return ``derived``, made of ``other``, with tensors in the order of ``plan`` if possible.
 
     Of one sequence some copies are views, so that saved tensors may come in another order, or under
     the names of what they are views of. Where they are other tensors, the comparison of their bytes
     says so.
     """
-    tensors = dict(told.tensors)
+    tensors = dict(derived.tensors)
     kept = {block.name: block.kept for block in plan.blocks}
     for block in other.blocks:
         given = dict(zip((tensor.name for tensor in block.kept), tensors[block.name], strict=True))
-        ordered = _matched(given, kept.get(block.name, ()), told)
+        ordered = _matched(given, kept.get(block.name, ()), derived)
         if len(ordered) == len(given):
             tensors[block.name] = ordered
-    return replace(told, tensors=tensors)
+    return replace(derived, tensors=tensors)
 
 
 def _matched(
-    given: Mapping[str, sympy.Expr], kept: Sequence[KeptTensor], told: ActivationFormula
+    given: Mapping[str, sympy.Expr], kept: Sequence[KeptTensor], derived: ActivationFormula
 ) -> tuple[sympy.Expr, ...]:
     """Return the formulas of ``kept`` tensors, by name or by bytes, up to one that is not known."""
     names = {tensor.name for tensor in kept}
@@ -122,7 +123,9 @@ def _matched(
     for tensor in kept:
         formula = given.get(tensor.name)
         if formula is None:
-            fits = [name for name, each in renamed.items() if told.value(each) == tensor.num_bytes]
+            fits = [
+                name for name, each in renamed.items() if derived.value(each) == tensor.num_bytes
+            ]
             # Two formulas of as many bytes at a batch of one: which is whose is not known.
             if len({renamed[name] for name in fits}) != 1:
                 break

@@ -94,15 +94,18 @@ def rule(
 
 
 def operand_shapes(node: Node) -> list[tuple[int, ...]]:
+    """Return the shapes of the tensor operands in order, repeats included."""
     return [shape_of(operand) for operand in tensor_operands(node)]
 
 
 def result_values(node: Node) -> list[Any]:
+    """Return the results of ``node``, of an operator with one result that one."""
     value = node.meta["val"]
     return list(value) if isinstance(value, (tuple, list)) else [value]
 
 
 def result_shapes(node: Node) -> list[tuple[int, ...]]:
+    """Return the shapes of all results of ``node``."""
     return [tuple(value.shape) for value in result_values(node)]
 
 

@@ -209,7 +209,7 @@ def _shard_rows(rule: OpRule, offers: Offers) -> Strategy | None:
     if len(leading) != 1 or not (rows := leading.pop()):
         return None
     result = (len(rule.results[0]), offers.result_rows[0])
-    # Flattened to the last dim, rows would not tell the operator where its part begins.
+    # With all dims flattened to rows the operator could not know where its part begins.
     if rule.placed and result[0] == result[1] > 1:
         return None
     operands: list[Placement] = []

@@ -22,7 +22,7 @@ from sp_compiler.ir.program import Call, Ref, Region
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.ops.counter import call_seeds
 from sp_compiler.ops.gpu.host_memory import HostTrip
-from sp_compiler.runtime.mesh_axes import AXIS, EXPERT_AXIS
+from sp_compiler.runtime.mesh_axes import EXPERT_AXIS, TENSOR_AXIS
 from sp_compiler.runtime.parameter_gradients import mark_reduced_by_hooks
 from sp_compiler.runtime.reductions import DeferredGradients, ReplicateParameters
 from sp_compiler.runtime.region_call import LookAheadRunner, OffloadingRunner, RegionRunner
@@ -32,7 +32,7 @@ from sp_compiler.runtime.weight_gradients import (
     WeightGradients,
     WeightTarget,
     can_work_for_others,
-    leaving,
+    hand_over_runner,
 )
 
 Invoke = Callable[..., tuple[Any, ...]]
@@ -90,20 +90,20 @@ class Executor:
         self._leaves_partial = leaves_partial
         self._runners = {
             region.name: RegionRunner(
-                compiled.codes[region.name],
-                compiled.differentiable[region.name],
-                tp,
-                tuple(i for i, kind in enumerate(region.input_kinds) if kind == "param"),
-                compiled.loss_backwards.get(region.name),
-                {
+                code=compiled.codes[region.name],
+                differentiable=compiled.differentiable[region.name],
+                tp=tp,
+                parameters=tuple(
+                    index for index, kind in enumerate(region.input_kinds) if kind == "param"
+                ),
+                loss_backward=compiled.loss_backwards.get(region.name),
+                padded={
                     index: placement
-                    for index, (kind, placement) in enumerate(
-                        zip(region.input_kinds, region.input_placements, strict=True)
-                    )
-                    if kind == "param" and placement.padding(tp.world_size)
+                    for index, placement in enumerate(region.input_placements)
+                    if region.input_kinds[index] == "param" and placement.padding(tp.world_size)
                 },
-                _partial_gradients(region),
-                compiled.reached_from.get(region.name, {}),
+                partial=_partial_gradients(region),
+                reached_from=compiled.reached_from.get(region.name, {}),
             )
             for region in compiled.program.regions
         }
@@ -146,7 +146,7 @@ class Executor:
             seed: the seed of this forward's random numbers; required if ``needs_seed``.
 
         Raises:
-            IndexError: ids of an earlier call were out of range, which a device tells late.
+            IndexError: ids of an earlier call were out of range: a device reports it late.
         """
         self.tp.id_checks.settle()
         with with_captured_casts():
@@ -166,7 +166,7 @@ class Executor:
         before = {name: buffers[name].clone() for name in program.mutated_buffers}
         values = ChainMap(before, buffers) if before else buffers  # type: ignore[arg-type]  # read
         seeds = {} if seed is None else call_seeds(seed, self._drawing)
-        frame = _RunState(params, values, flat_inputs, seeds, self.compiled)
+        frame = _Frame(params, values, flat_inputs, seeds, self.compiled)
         frame.managed = self._managed()
         frame.replicated = self._replicate(params, frame.managed)
         for index, call in enumerate(program.calls):
@@ -181,7 +181,7 @@ class Executor:
         mutated = {name: frame.value(ref) for name, ref in program.mutated_buffers.items()}
         return Execution(outputs, {name: value.detach() for name, value in mutated.items()})
 
-    def _call(self, frame: _RunState, index: int, call: Call) -> tuple[Any, ...]:
+    def _call(self, frame: _Frame, index: int, call: Call) -> tuple[Any, ...]:
         arguments = self._arguments[index]
         # What the layer's hooks see: no parameters, no sizes.
         given = [frame.value(ref) for _, ref in arguments.values]
@@ -219,7 +219,7 @@ class Executor:
         outputs = self._call_block(index, invoke, given, frame.flat_inputs)
         return tuple(cast_back(outputs, made)) if frame.managed else outputs
 
-    def _runner(self, frame: _RunState, index: int, owners: Sequence[Tensor]) -> RegionRunner:
+    def _runner(self, frame: _Frame, index: int, owners: Sequence[Tensor]) -> RegionRunner:
         """Return the runner of one call."""
         call = self.compiled.program.calls[index]
         name = call.region.name
@@ -239,7 +239,7 @@ class Executor:
         before = frame.node_before(index, call)
         if parts.split is None:
             return LookAheadRunner(**vars(runner), before=before)
-        return leaving(runner, parts.split.late, owners, before) or runner
+        return hand_over_runner(runner, parts.split.late, owners, before) or runner
 
     def _targets(self, arguments: _Arguments, owners: Sequence[Tensor]) -> tuple[WeightTarget, ...]:
         """Return where the delayed weight gradients of one call go."""
@@ -262,6 +262,8 @@ class Executor:
         # The weights reduce their gradients without autograd.
         if self._weights is not None or self._leaves_partial:
             return {}
+        if self.deferred.pending and not self.deferred.enabled:
+            self.deferred.reduce_frozen(self.tp, params)
         # Another program, of other sizes say, may have put off gradients of others than this one
         # has: what waits since no_sync is reduced with the next gradients, whichever they are.
         waiting = () if self.deferred.enabled else self.deferred.pending
@@ -280,7 +282,7 @@ class Executor:
         return dict(zip(trained, values, strict=True))
 
 
-class _RunState:
+class _Frame:
     """The values of one forward."""
 
     def __init__(
@@ -388,8 +390,8 @@ def _partial_gradients(region: Region) -> frozenset[int]:
 
 def _require_gathered(owner: Tensor, name: str, path: str) -> None:
     """Raise an error if FSDP has not gathered the parameter ``name`` for the call at ``path``."""
-    axes = (owner.device_mesh.mesh_dim_names or (AXIS,)) if isinstance(owner, DTensor) else ()
-    if any(axis not in (AXIS, EXPERT_AXIS) for axis in axes):
+    axes = owner.device_mesh.mesh_dim_names if isinstance(owner, DTensor) else None
+    if any(axis not in (TENSOR_AXIS, EXPERT_AXIS) for axis in axes or ()):
         raise UnsupportedError(
             f"parameter {name!r} is used by {path or 'what runs outside of blocks'!r}, while "
             "fully_shard gathers it for the module that it was applied to, only while that runs; "

@@ -26,9 +26,9 @@ from sp_compiler.ops.counter import call_seed, draw_seed
 from sp_compiler.runtime.failures.board import FailureBoard
 from sp_compiler.runtime.failures.boards import failure_board
 from sp_compiler.runtime.mesh_axes import (
-    AXIS,
     EXPERT_AXIS,
     SHARD_AXIS,
+    TENSOR_AXIS,
     DataAxes,
     refuse_pipeline_axis,
     refuse_unknown_axes,
@@ -117,7 +117,7 @@ class TensorParallelGroup:
         divided."""
         if self.grid is None:
             return None
-        return self.grid[EXPERT_AXIS] if self.mesh is None else self.grid[EXPERT_AXIS, AXIS]
+        return self.grid[EXPERT_AXIS] if self.mesh is None else self.grid[EXPERT_AXIS, TENSOR_AXIS]
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -151,18 +151,21 @@ def tensor_parallel_group(
     """
     data = DataAxes()
     if mesh is not None:
-        lacks_tp = in_stages and AXIS not in (mesh.mesh_dim_names or ())
+        lacks_tp = in_stages and TENSOR_AXIS not in (mesh.mesh_dim_names or ())
         axis = mesh if lacks_tp else tensor_parallel_axis(mesh)
         size = 1 if lacks_tp else axis.size()
         if tp is not None and tp != size:
-            raise ArgumentError(f'tp={tp}, but the mesh has {size} ranks on its axis "{AXIS}"')
+            raise ArgumentError(
+                f'tp={tp}, but the mesh has {size} ranks on its axis "{TENSOR_AXIS}": leave out '
+                "tp=, or pass a mesh of that size"
+            )
         refuse_unknown_axes(mesh)
         if not in_stages:
             refuse_pipeline_axis(mesh)
         tp, data = size, DataAxes.of(mesh)
         if data.num_expert_ranks > 1:
             mesh = with_expert_axes(mesh)
-            axis, data = mesh[AXIS], DataAxes.of(mesh)
+            axis, data = mesh[TENSOR_AXIS], DataAxes.of(mesh)
     if tp is None:
         raise ArgumentError('give tp=<number of ranks>, or mesh= with an axis named "tp"')
     if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1:
@@ -176,7 +179,9 @@ def tensor_parallel_group(
         group = TensorParallelGroup(None, one, rank_timeout, data=data, data_boards=boards)
         return _dividing_experts(group, mesh)
     if mesh is None:
-        axis = DeviceMesh(device_type, list(range(_world_of_size(tp))), mesh_dim_names=(AXIS,))
+        axis = DeviceMesh(
+            device_type, list(range(_world_of_size(tp))), mesh_dim_names=(TENSOR_AXIS,)
+        )
     return _dividing_experts(watched_group(axis, rank_timeout, data=data), mesh)
 
 
@@ -262,8 +267,8 @@ def _world_of_size(tp: int) -> int:
     if world_size != tp:
         raise ArgumentError(
             f"tp={tp}, but the default process group has {world_size} ranks; with more ranks than "
-            f'tp pass mesh=init_device_mesh(..., mesh_dim_names=("dp_shard", "{AXIS}")); else '
-            + _HOW.format(tp=tp)
+            f'tp pass mesh=init_device_mesh(..., mesh_dim_names=("dp_shard", "{TENSOR_AXIS}")); '
+            "else " + _HOW.format(tp=tp)
         )
     return world_size
 

@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from sp_compiler.base.errors import ArgumentError, UnsupportedError
 
-AXIS = "tp"
+TENSOR_AXIS = "tp"
 PIPELINE_AXIS = "pp"
 REPLICATE_AXIS, SHARD_AXIS, EXPERT_AXIS = DATA_AXES = ("dp_replicate", "dp_shard", "ep")
-AXES = (PIPELINE_AXIS, *DATA_AXES, AXIS)
+AXES = (PIPELINE_AXIS, *DATA_AXES, TENSOR_AXIS)
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def tensor_parallel_axis(mesh: DeviceMesh) -> DeviceMesh:
         "batches, each on 8 ranks"
     )
     remark = "of size 1 where there is no tensor parallelism"
-    return named_axis(mesh, AXIS, user="a compiled module", example=example, remark=remark)
+    return named_axis(mesh, TENSOR_AXIS, user="a compiled module", example=example, remark=remark)
 
 
 def named_axis(
@@ -164,7 +164,7 @@ def refuse_unknown_axes(mesh: DeviceMesh) -> None:
             f"the mesh has the axis {_sizes_text(mesh, others)}, and the names that have a meaning "
             f'are {", ".join(AXES)}: call an axis over which batches differ "{SHARD_AXIS}" '
             f'(parameters sharded) or "{REPLICATE_AXIS}" (parameters replicated). Or pass '
-            f'mesh["{AXIS}"] and reduce gradients over the rest yourself, for example by '
+            f'mesh["{TENSOR_AXIS}"] and reduce gradients over the rest yourself, for example by '
             "torch.distributed.fsdp.fully_shard(module, mesh=the other axis) on the compiled module"
         )
 
@@ -201,9 +201,9 @@ def refuse_expert_axis(mesh: DeviceMesh | None) -> None:
         raise UnsupportedError(
             f"the mesh has the axis {_sizes_text(mesh, [EXPERT_AXIS])}: experts are divided by "
             "sp_compiler.compile(model, mesh=mesh) and sp_compiler.pipeline(model, mesh=mesh, ...) "
-            f'alone, not by torch.compile. The ranks of "{AXIS}" divide the width of each expert, '
-            f'and "{SHARD_AXIS}" shards the parameters of experts like all others: add these ranks '
-            "to one of the two"
+            f'alone, not by torch.compile. The ranks of "{TENSOR_AXIS}" divide the width of each '
+            f'expert, and "{SHARD_AXIS}" shards the parameters of experts like all others: add '
+            "these ranks to one of the two"
         )
 
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from sp_compiler.base.errors import UnsupportedError
-from sp_compiler.runtime.mesh_axes import AXIS
+from sp_compiler.runtime.mesh_axes import TENSOR_AXIS
 
 _AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]  # no stub
 # Number of the backward that put a gradient into its parameter, an attribute of the gradient: there
@@ -105,7 +105,7 @@ def partial_spec(spec: DTensorSpec) -> DTensorSpec:
 
 
 def _over_tp(spec: DTensorSpec) -> bool:
-    return spec.mesh.mesh_dim_names is None or spec.mesh.mesh_dim_names[-1] == AXIS
+    return spec.mesh.mesh_dim_names is None or spec.mesh.mesh_dim_names[-1] == TENSOR_AXIS
 
 
 def fills_grad(node: Any) -> bool | None:

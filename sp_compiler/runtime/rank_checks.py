@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from sp_compiler.base.errors import RankMismatchError
+from sp_compiler.ir.text import describe_tensor
 from sp_compiler.ops.gpu.host_copy import HostCopy
 from sp_compiler.runtime.failures.board import FailureBoard
 from sp_compiler.runtime.fingerprints import combined, fingerprint, leading_digest, strided
@@ -25,10 +26,10 @@ from sp_compiler.runtime.group import TensorParallelGroup, on_device
 from sp_compiler.runtime.keys.call_key import CallKey, leaf_text
 from sp_compiler.runtime.watched_collectives import outside_modes
 
-# Mistakes of data loading show at once; what begins later (a loader that drifts) is found soon.
-_FIRST_CALLS = 3
-_EVERY = 16
-_REMEMBERED_KEYS = 64
+# Inputs are compared in the first calls of a kind, where mistakes of data loading show, and then
+# every so many calls, which finds what begins later (a loader that drifts) and costs little.
+_FIRST_CALLS, _EVERY = 3, 16
+_REMEMBERED_KEYS = 64  # kinds of calls whose number is counted; more are those of changing sizes
 _CALL = "call"
 _INPUT = "input "
 
@@ -319,8 +320,7 @@ def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
         name: f"values {number % 2**64:016x}" for name, number in zip(here, numbers, strict=True)
     }
     return {
-        name: f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)} "
-        f"{values.get(name, 'on meta')}"
+        name: f"{describe_tensor(value)} {values.get(name, 'on meta')}"
         for name, value in tensors.items()
     }
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -81,6 +82,20 @@ class DeferredGradients:
         for name, parameter in nn.Module.named_parameters(module):
             if id(parameter) in dropped:
                 self.pending.pop(name, None)
+
+    def reduce_frozen(self, tp: Communicator, parameters: Mapping[str, Tensor]) -> None:
+        """Reduce into ``grad`` what is pending for those of ``parameters`` that were frozen since.
+
+        No backward will reach them; on one device their gradients are there already.
+        """
+        frozen = [name for name in self.pending if not parameters[name].requires_grad]
+        totals = reduce_gradients(tp, [self.pending.pop(name) for name in frozen])
+        for name, total in zip(frozen, totals, strict=True):
+            parameter = parameters[name]
+            assert isinstance(parameter, DTensor)
+            assert total is not None
+            grad = DTensor(total, parameter._spec, requires_grad=False)
+            parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 
     def take(self, name: str, grad: Tensor | None) -> Tensor | None:
         """Return ``grad`` plus the pending gradient of ``name``."""

@@ -261,7 +261,7 @@ class HandOverRunner(RegionRunner):
         return results
 
 
-def leaving(
+def hand_over_runner(
     runner: RegionRunner, indices: Sequence[int], owners: Sequence[Tensor], before: Any
 ) -> HandOverRunner | None:
     """Return ``runner`` for one call that leaves gradients, ``None`` if it has none to leave.

@@ -21,7 +21,7 @@ from itertools import groupby, pairwise, product
 
 from sp_compiler.solve.block_schedule import Block, peak_bytes, simulate
 from sp_compiler.solve.schedule_bound import least_us
-from sp_compiler.solve.schedule_walk import Fitting, Walked, Wishes, as_given, walked
+from sp_compiler.solve.schedule_walk import Fitting, Priorities, Walked, as_given, walked
 
 # Walks that improve on the ones before by their own clock; it settles after two or three. None gets
 # near the best that begins far above it.
@@ -143,27 +143,27 @@ def _best_of_first(block: Block, limit_bytes: int, bound_us: float) -> Walked:
     best = as_given(block)
     fitting = best.fitting
 
-    def walk_with(wishes: Wishes) -> None:
+    def walk_with(priorities: Priorities) -> None:
         nonlocal best
         # The first walk starts collectives as soon as their operands are there, the others as late
         # as the walk before them shows to do, as long as that improves on it.
         most_us = _FAR * best.cost_us
         for _ in range(_TIMED_WALKS):
-            walk = walked(block, limit_bytes, wishes, fitting, most_us)
+            walk = walked(block, limit_bytes, priorities, fitting, most_us)
             if walk is None or walk.cost_us >= most_us:
                 break
             best, most_us = min(best, walk, key=lambda walk: walk.cost_us), walk.cost_us
-            wishes = replace(wishes, latest_us=_latest_starts(block, walk.start_us))
+            priorities = replace(priorities, latest_us=_latest_starts(block, walk.start_us))
 
     other_if_sparing = []
     for ranks in (_in_given_order(block), _by_longest_path(block), _by_next_collective(block)):
         fitting.spends = False
-        walk_with(Wishes(ranks))
+        walk_with(Priorities(ranks))
         if fitting.spends:
             other_if_sparing.append(ranks)
     for ranks in other_if_sparing:
         if best.time_us > bound_us:
-            walk_with(Wishes(ranks, sparing=True))
+            walk_with(Priorities(ranks, sparing=True))
     return best
 
 
@@ -212,12 +212,14 @@ def _swap(block: Block, limit_bytes: int, best: Walked, bound_us: float) -> Walk
     while best is not tried and best.time_us > bound_us:
         tried, fitting = best, Fitting(block, best.order)
         on_link = [position for position in best.order if block.communicates(position)]
-        for (first, second), ranks in product(pairwise(on_link), (tried.wishes.ranks, given_ranks)):
+        for (first, second), ranks in product(
+            pairwise(on_link), (tried.priorities.ranks, given_ranks)
+        ):
             needs = block.tasks[second].needs
             ready_us = max((tried.start_us[i] + block.times_us[i] for i in needs), default=0.0)
-            latest_us = {**tried.wishes.latest_us, first: ready_us + _ROUNDING, second: 0.0}
-            wishes = replace(tried.wishes, ranks=ranks, latest_us=latest_us)
-            walk = walked(block, limit_bytes, wishes, fitting, best.cost_us)
+            latest_us = {**tried.priorities.latest_us, first: ready_us + _ROUNDING, second: 0.0}
+            priorities = replace(tried.priorities, ranks=ranks, latest_us=latest_us)
+            walk = walked(block, limit_bytes, priorities, fitting, best.cost_us)
             if walk is not None and walk.cost_us < best.cost_us * (1 - _ROUNDING):
                 best = walk
     return best
@@ -238,13 +240,13 @@ def _climb(block: Block, limit_bytes: int, best: Walked, bound_us: float, effort
     for _ in range(effort * _TASKS_WALKED // max(1, tasks)):
         if best.time_us <= bound_us or failures >= effort * _PATIENCE:
             break
-        ranks, latest_us = list(best.wishes.ranks), dict(best.wishes.latest_us)
+        ranks, latest_us = list(best.priorities.ranks), dict(best.priorities.latest_us)
         for _ in range(1 + int(draw() * 4)):
             ranks[int(draw() * tasks)] = ranks[int(draw() * tasks)] + draw() - 0.5
         if draw() < 0.5:
             start = starts[int(draw() * len(starts))]
             latest_us[start] = draw() * best.time_us if draw() < 0.5 else 0.0
-        changed = replace(best.wishes, ranks=tuple(ranks), latest_us=latest_us)
+        changed = replace(best.priorities, ranks=tuple(ranks), latest_us=latest_us)
         walk = walked(block, limit_bytes, changed, fitting, best.cost_us)
         failures += 1
         if walk is None or walk.cost_us > best.cost_us:

@@ -97,16 +97,6 @@ def evaluate(
     return Choice(kept, num_bytes, time_us, sent)
 
 
-def cheapest(
-    values: Sequence[ForwardValue], limit_bytes: int, host_us: float = 0.0
-) -> Choice | None:
-    """Return the choice of least time that saves at most ``limit_bytes``, then of least bytes.
-
-    ``None`` where nothing fits. ``host_us``: as for :func:`frontier`.
-    """
-    return _SavingProgram(values, host_us).solve(limit_bytes=limit_bytes)
-
-
 def frontier(values: Sequence[ForwardValue], host_us: float = 0.0) -> list[Choice]:
     """Return Pareto-optimal choices, from the smallest to the fastest.
 
@@ -117,7 +107,7 @@ def frontier(values: Sequence[ForwardValue], host_us: float = 0.0) -> list[Choic
         host_us: time in which the link can send to the host what one forward makes; 0 if nothing is
             sent.
     """
-    program = _SavingProgram(values, host_us)
+    program = SavingProgram(values, host_us)
     # The ends first: every other choice lies between them in bytes and in time.
     small, fast = program.solve(us_per_byte=np.inf), program.solve()
     if small is None or fast is None or small.num_bytes >= fast.num_bytes:
@@ -138,7 +128,7 @@ def frontier(values: Sequence[ForwardValue], host_us: float = 0.0) -> list[Choic
     return best
 
 
-def _corners(program: _SavingProgram, small: Choice, fast: Choice) -> set[Choice]:
+def _corners(program: SavingProgram, small: Choice, fast: Choice) -> set[Choice]:
     """Corners of the hull between two choices."""
     # The slope of the line through both: a corner between them is the choice farthest below it.
     slope = (small.time_us - fast.time_us) / (fast.num_bytes - small.num_bytes)
@@ -155,11 +145,14 @@ def _corners(program: _SavingProgram, small: Choice, fast: Choice) -> set[Choice
     return {between, *_corners(program, small, between), *_corners(program, between, fast)}
 
 
-class _SavingProgram:
+class SavingProgram:
     """The linear program; columns: for each value whether it is kept, then whether recomputed,
-    then, with a link to the host, whether it is sent."""
+    then, with a link to the host, whether it is sent.
 
-    def __init__(self, values: Sequence[ForwardValue], host_us: float) -> None:
+    The arguments are those of :func:`frontier`.
+    """
+
+    def __init__(self, values: Sequence[ForwardValue], host_us: float = 0.0) -> None:
         self.values = values
         self.host_us = host_us
         self.parts = 3 if host_us else 2
@@ -174,7 +167,8 @@ class _SavingProgram:
         self.longest_us = max(1e-9, times.max(initial=0.0))
 
     def solve(self, limit_bytes: int | None = None, us_per_byte: float = 0.0) -> Choice | None:
-        """Minimize the time plus ``us_per_byte`` for what is kept; infinite: the bytes."""
+        """Return the choice of least time plus ``us_per_byte`` for what is kept; infinite: of least
+        bytes. ``None`` where nothing fits into ``limit_bytes``."""
         if not self.count:
             return Choice(frozenset(), 0, 0.0)
         # Scaled to 1: the tolerances of HiGHS are absolute, and gigabytes beside microseconds

@@ -26,7 +26,7 @@ _ROUNDING = 1e-9  # of sums of the same times in another order
 
 
 @dataclass(frozen=True)
-class Wishes:
+class Priorities:
     """Priorities between tasks that may run at the same time.
 
     Attributes:
@@ -79,7 +79,7 @@ class Walked:
     """
 
     order: list[int]
-    wishes: Wishes
+    priorities: Priorities
     time_us: float
     cost_us: float
     fitting: Fitting
@@ -87,19 +87,19 @@ class Walked:
 
 
 def as_given(block: Block) -> Walked:
-    """Return the order of ``block`` itself, as if a walk without wishes had found it."""
+    """Return the order of ``block`` itself, as if a walk without priorities had found it."""
     order = list(range(len(block.tasks)))
     timeline, slow = simulate(block, order), simulate(block, order, _SLOW_LINK)
     cost_us = _cost_us(timeline.time_us, slow.time_us)
-    wishes = Wishes((0.0,) * len(order))
+    priorities = Priorities((0.0,) * len(order))
     fitting = Fitting(block, order)
-    return Walked(order, wishes, timeline.time_us, cost_us, fitting, timeline.start_us)
+    return Walked(order, priorities, timeline.time_us, cost_us, fitting, timeline.start_us)
 
 
 def walked(
     block: Block,
     limit_bytes: int,
-    wishes: Wishes,
+    priorities: Priorities,
     fitting: Fitting,
     most_us: float = math.inf,
 ) -> Walked | None:
@@ -108,7 +108,7 @@ def walked(
     Args:
         fitting: an order below ``limit_bytes``; walks with the same limit may share it.
     """
-    return _Walk(block, limit_bytes, wishes, fitting).walked(most_us)
+    return _Walk(block, limit_bytes, priorities, fitting).walked(most_us)
 
 
 def _cost_us(time_us: float, slow_us: float) -> float:
@@ -116,9 +116,11 @@ def _cost_us(time_us: float, slow_us: float) -> float:
 
 
 class _Walk:
-    def __init__(self, block: Block, limit_bytes: int, wishes: Wishes, fitting: Fitting) -> None:
-        self._block, self._limit_bytes, self._wishes = block, limit_bytes, wishes
-        self._fitting, self._rank_of = fitting, wishes.ranks
+    def __init__(
+        self, block: Block, limit_bytes: int, priorities: Priorities, fitting: Fitting
+    ) -> None:
+        self._block, self._limit_bytes, self._priorities = block, limit_bytes, priorities
+        self._fitting, self._rank_of = fitting, priorities.ranks
         self._on_link, self._times_us, self._users = block.on_link, block.times_us, block.users
         self._run_bytes, self._made_bytes = block.run_bytes, block.made_bytes
         self._memory = Memory(block)
@@ -154,7 +156,7 @@ class _Walk:
                 return None
         return Walked(
             self._order,
-            self._wishes,
+            self._priorities,
             clock.time_us,
             _cost_us(clock.time_us, slow_clock.time_us),
             self._fitting,
@@ -182,7 +184,7 @@ class _Walk:
             ranks = self._rank_of
             if ranks[kernel] < min([ranks[each] for _, each in waits]):
                 spares = self._spares(kernel, arrival_us - now_us)
-                if not (spares and self._wishes.sparing):
+                if not (spares and self._priorities.sparing):
                     self._fitting.spends |= spares
                     return kernel
         # Nothing to do meanwhile, or nothing that fits: the clock goes on to the next arrival. With
@@ -313,5 +315,5 @@ class _Walk:
         if position in self._block.starts_of:
             return self._waits, self._clock.arrival_us[self._block.starts_of[position]]
         if position in self._block.wait_of:
-            return self._starts, self._wishes.latest_us.get(position, 0.0)
+            return self._starts, self._priorities.latest_us.get(position, 0.0)
         return self._kernels, self._rank_of[position]  # it is waited for where it starts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from sp_compiler.base.errors import ArgumentError
+from sp_compiler.base.decisions import callers_modes_kept
+from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.module.state import COMPILING
 from sp_compiler.runtime.executor import Executor
@@ -47,7 +48,8 @@ class CompiledGraph:
     """Callable that replaces dynamo's graph; compiles for each new kind of inputs.
 
     Sizes that dynamo left open are fixed here: programs have static shapes, one program per
-    combination, and the least recently used ones are dropped.
+    combination, and the least recently used ones are dropped. So are numbers that the graph reads
+    from its inputs and buffers.
 
     Args:
         graph: dynamo's graph.
@@ -107,7 +109,8 @@ class CompiledGraph:
     def _compiled(self, bound: BoundInputs) -> _Compiled:
         """Return the program for these inputs, compiled if necessary, on all ranks alike."""
         plain = call_key((), bound.params.values(), bound.values, self._graph.fingerprint)
-        key = GraphKey(**vars(plain))
+        # Dynamo may leave numbers (`lengths.max().item()`) and layouts to the graph.
+        key = self._programs.decided(GraphKey(**vars(plain)), bound.tensors, bound.buffers)
         compiled = self._programs.get(key)
 
         def names() -> list[str]:
@@ -117,20 +120,37 @@ class CompiledGraph:
         # waiting.
         self._agreement.begin_call(key, bound.values, names, compiled=compiled is not None)
         if compiled is None:
-            # Once per program: ranks whose weights differ would train apart without an error.
-            if self._group.board is not None:
-                parameters = {f"parameter {name!r}": p for name, p in bound.params.items()}
-                self._agreement.require_equal("compares its weights", fingerprints(parameters))
-            model = self._graph.as_model(bound)
-            # Constants that are made now outlive the caller's inference_mode.
-            with COMPILING, torch.inference_mode(False), without_saved_tensor_hooks():
-                program = self._build(model, bound.tensors)
-            # An executor of its own: other sizes are other graphs, with other things to keep.
-            executor = Executor(program, self._group.communicator)
-            compile_kernels(self._agreement, program)
-            compiled = _Compiled(executor, model.returned_inputs)
-            self._programs.put(key, compiled)
+            compiled = self._add_program(bound, key)
         return compiled
+
+    def _add_program(self, bound: BoundInputs, key: CallKey) -> _Compiled:
+        """Compile for inputs that have no program, and put the program into the cache."""
+        # Once per program: ranks whose weights differ would train apart without an error.
+        if self._group.board is not None:
+            parameters = {f"parameter {name!r}": p for name, p in bound.params.items()}
+            self._agreement.require_equal("compares its weights", fingerprints(parameters))
+        model = self._graph.as_model(bound)
+        # Constants that are made now outlive the caller's inference_mode.
+        with (
+            COMPILING,
+            callers_modes_kept(),
+            torch.inference_mode(False),
+            without_saved_tensor_hooks(),
+        ):
+            try:
+                compiled = self._build(model, bound.tensors)
+            except UnsupportedError as error:
+                raise model.in_dynamos_words(error) from error.__cause__
+        # An executor of its own: other sizes are other graphs, with other things to keep.
+        executor = Executor(compiled, self._group.communicator)
+        compile_kernels(self._agreement, compiled)
+        decisions = compiled.program.decisions
+        key = replace(key, decisions=tuple(map(str, decisions)))
+        # Nobody knew before what the graph reads.
+        self._agreement.require_equal("has compiled", key.parts())
+        entry = _Compiled(executor, model.returned_inputs)
+        self._programs.put(key, entry, decisions=decisions)
+        return entry
 
 
 def _refuse_distributed(bound: BoundInputs) -> None:

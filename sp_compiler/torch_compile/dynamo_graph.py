@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx import traceback as fx_traceback
 
-from sp_compiler.base.errors import UnsupportedError
+from sp_compiler.base.errors import SPCompilerError, UnsupportedError
+from sp_compiler.base.provenance import source_line
 from sp_compiler.base.warn import warn
 
 InputKind = Literal["param", "buffer", "number", "value"]
@@ -25,6 +26,10 @@ _INVOKE = torch.ops.higher_order.invoke_subgraph
 _STEP = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]|([A-Za-z_]\w*|\d+)")
 # Its first one, where it is a module: ``L`` are the locals of the function that dynamo traces.
 _ROOT = re.compile(r"[LG]\['[^']+'\](?=\.|$)")
+# What all derivatives of ``torch.func`` begin with, by torch's name.
+_DERIVATIVES = ("_grad_increment_nesting", "_jvp_increment_nesting")
+# An argument of :meth:`GraphModel.forward` as the capture calls it.
+_CAPTURED = re.compile(r"'tensors_(\d+)'")
 _TABLES = ("_modules", "_parameters", "_buffers")
 
 
@@ -51,17 +56,24 @@ class DynamoGraph:
             tensor.
         names: unique dotted names of parameters and buffers in the user's model; values have the
             placeholders' names.
+        sources: dynamo's expression of each input, such as ``L['x']``.
         fingerprint: text that is the same for equal graphs on every rank.
     """
 
     module: GraphModule
     kinds: tuple[InputKind, ...]
     names: tuple[str, ...]
+    sources: tuple[str, ...]
     fingerprint: str
 
     @classmethod
     def of(cls, module: GraphModule, example_inputs: Sequence[Any]) -> DynamoGraph:
-        """Read ``module`` while dynamo's notes on it are there; paths are rewritten in place."""
+        """Read ``module`` while dynamo's notes on it are there; paths are rewritten in place.
+
+        Raises:
+            UnsupportedError: it differentiates, or an input is neither a tensor nor a number.
+        """
+        _refuse_derivatives(module)
         nodes = module.graph.find_nodes(op="placeholder")
         # Dynamo drops its notes once the backend has returned, and the graph is compiled at its
         # first call.
@@ -78,7 +90,8 @@ class DynamoGraph:
                 "gradient checkpointing inside the model is ignored: recompute= of sp_compiler "
                 "governs"
             )
-        return cls(module, kinds, names, _fingerprint(module, kinds, names, example_inputs))
+        fingerprint = _fingerprint(module, kinds, names, example_inputs)
+        return cls(module, kinds, names, tuple(sources), fingerprint)
 
     def bind(self, args: Sequence[Any]) -> BoundInputs:
         """Return the arguments of a call by kind."""
@@ -129,11 +142,20 @@ class GraphModel(nn.Module):
             self._sp_slots.append((owner, leaf))
         # Numbers (which dynamo makes inputs when they change) are part of the captured graph.
         self._sp_values = [None if isinstance(v, Tensor) else (v,) for v in bound.values]
+        outer = [s for s, slot in zip(graph.sources, self._sp_slots, strict=True) if slot is None]
+        self._sp_sources = [
+            s for s, value in zip(outer, self._sp_values, strict=True) if value is None
+        ]
 
     @property
     def returned_inputs(self) -> dict[int, int]:
         """Map from positions of outputs that are inputs to these inputs; known after a run."""
         return self._sp_seen.returned_inputs
+
+    def in_dynamos_words(self, error: SPCompilerError) -> SPCompilerError:
+        """Return an error of the capture with dynamo's expressions of inputs in place of the names
+        that :meth:`forward` gives them."""
+        return type(error)(_CAPTURED.sub(lambda match: self._sp_sources[int(match[1])], str(error)))
 
     def forward(self, *tensors: Tensor) -> Any:
         rest = iter(tensors)
@@ -166,6 +188,19 @@ class _InliningInterpreter(Interpreter):
         if target == "item" and not isinstance(args[0], Tensor):
             return args[0]
         return super().call_method(target, args, kwargs)
+
+
+def _refuse_derivatives(module: GraphModule) -> None:
+    # Before any of it runs: it would leave hooks on saved tensors switched off in this process.
+    nodes = iter(module.graph.nodes)
+    if any(getattr(node.target, "__name__", "") in _DERIVATIVES for node in nodes):
+        # Dynamo notes no line of the beginning itself.
+        line = next(filter(None, map(source_line, nodes)), "")
+        raise UnsupportedError(
+            "forward differentiates by torch.func (grad, vjp, jvp, jacrev, ...), which cannot be "
+            f"captured: {line}; write the derivative out, or take it outside of what is compiled "
+            "(torch.autograd.grad)"
+        )
 
 
 def _submodule(root: nn.Module, path: str) -> nn.Module:

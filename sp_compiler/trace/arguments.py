@@ -13,7 +13,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parameter import is_lazy
 
 from sp_compiler.base.errors import ArgumentError, CaptureError
-from sp_compiler.trace.environment import ADVICE
+from sp_compiler.ir.text import describe_tensor
+from sp_compiler.trace.capture_errors import ADVICE
 
 ExampleInputs = tuple[tuple[Any, ...], Mapping[str, Any]]
 """Positional and keyword arguments of a call of the model."""
@@ -73,7 +74,8 @@ def checked_inputs(model: Any, example_inputs: Any) -> tuple[tuple[Any, ...], di
     ):
         got = type(example_inputs).__name__
         if isinstance(example_inputs, tuple):
-            got = f"({', '.join(type(value).__name__ for value in example_inputs)})"
+            kinds = [type(value).__name__ for value in example_inputs]
+            got = f"({kinds[0]},)" if len(kinds) == 1 else f"({', '.join(kinds)})"
         raise ArgumentError(
             "example_inputs: expected (args, kwargs), a tuple of a tuple and a dict, such as "
             f"((), {{'input_ids': ids}}) or ((x, y), {{}}); got {got}"
@@ -148,7 +150,7 @@ def argument_text(value: Any) -> str:
 
 def _text(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+        return describe_tensor(value)
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key}: {_text(each)}' for key, each in value.items())}}}"
     if isinstance(value, (list, tuple)):

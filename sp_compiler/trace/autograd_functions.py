@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -149,10 +149,8 @@ def _record(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    # The reentrant form of torch.utils.checkpoint: its backward is that of the function that it
-    # runs, which is traced without it.
     if function is CheckpointFunction:
-        return _APPLY.__get__(None, function)(*args, **kwargs)
+        return _without_checkpoint(*args, **kwargs)
     leaves, spec = pytree.tree_flatten((args, kwargs))
     positions = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     inputs = [leaves[index] for index in positions]
@@ -172,6 +170,16 @@ def _record(
             "tensors instead"
         )
     return call.result(outputs)
+
+
+def _without_checkpoint(run: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+    """Call what the reentrant form of ``torch.utils.checkpoint`` is given, whose backward is its
+    own."""
+    # That form's forward runs it under no_grad. Its results need a gradient, and parameters inside
+    # get theirs, if one of the tensors that it is given needs one.
+    flows = any(isinstance(x, Tensor) and x.requires_grad for x in args)
+    with contextlib.nullcontext() if flows else torch.no_grad():
+        return run(*args)
 
 
 def numbered(call: FunctionCall) -> tuple[int, FunctionCall]:

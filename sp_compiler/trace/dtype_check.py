@@ -15,6 +15,7 @@ from torch.fx import Graph, Node
 from sp_compiler.base.errors import CaptureError
 from sp_compiler.base.provenance import node_origin
 from sp_compiler.ir.fx import arguments
+from sp_compiler.ir.text import describe_tensor
 
 _aten = torch.ops.aten
 _NORMS = {
@@ -51,7 +52,9 @@ def check_dtypes(graph: Graph, inputs: dict[str, Any]) -> None:
         if not wrong:
             continue
         given = ", ".join(
-            f"{name} {_name(value)}" for name, value in inputs.items() if isinstance(value, Tensor)
+            f"{name} {describe_tensor(value)}"
+            for name, value in inputs.items()
+            if isinstance(value, Tensor)
         )
         raise CaptureError(
             f"{node.target} {wrong}\n{node_origin(node)}\n"
@@ -70,11 +73,12 @@ def _wrong(node: Node) -> str:
         target = _value(arguments(node)["target"])
         if target.is_floating_point() or target.dtype in (torch.int64, torch.uint8):
             return ""
-        return f"takes classes of int64 or uint8, and its target is {_name(target)}"
+        return f"takes classes of int64 or uint8, and its target is {describe_tensor(target)}"
     if node.target is _aten.embedding.default:
         # From torch 2.13 on fake tensors reject them too.
         indices = _value(arguments(node)["indices"])
-        return "" if indices.dtype in _INDICES else f"takes int64 or int32, not {_name(indices)}"
+        allowed = indices.dtype in _INDICES
+        return "" if allowed else f"takes int64 or int32, not {describe_tensor(indices)}"
     operands = {
         name: value
         for name in _ALIKE.get(node.target, ())
@@ -87,13 +91,9 @@ def _wrong(node: Node) -> str:
     if len(kinds) < 2:
         return ""
     return "takes one dtype, and gets " + ", ".join(
-        f"{name} {_name(value)}" for name, value in operands.items()
+        f"{name} {describe_tensor(value)}" for name, value in operands.items()
     )
 
 
 def _value(argument: Any) -> Any:
     return argument.meta["val"] if isinstance(argument, Node) else None
-
-
-def _name(value: Tensor) -> str:
-    return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"

@@ -4,39 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import traceback
 import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from types import TracebackType
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from sp_compiler.base.autocast import explicit_casts
 from sp_compiler.base.decisions import callers_modes_kept
-from sp_compiler.base.errors import CaptureError, UnsupportedError
+from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.base.stored_attributes import Stored
-from sp_compiler.base.warn import in_library, warn
+from sp_compiler.base.warn import warn
 from sp_compiler.trace.attributes.changes import Settled
 from sp_compiler.trace.autograd_functions import FunctionCall, recorded_functions
-from sp_compiler.trace.decisions import Reads, is_data_dependent
 from sp_compiler.trace.tracer_patches import fix_states_of_lstms, patched_tracers
 
-ADVICE = "what to do: "
-"""Beginning of the last line of an error of the capture."""
-
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Warnings per model, so that its captures for several shapes give each of them once.
 _WARNED: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 
@@ -93,12 +81,14 @@ def export_context(
 ) -> Iterator[list[FunctionCall]]:
     """Context in which a model is exported; it restores everything at its end.
 
-    Yields the calls of autograd functions, a list that grows while the model is exported.
-
-    ``use_cache``: the caller's argument, if there is one; a cache is refused with a warning.
-
     The root's own hooks run in the caller's module; gradients are recorded regardless of the
     caller's grad mode; autocast does not change.
+
+    Args:
+        use_cache: the caller's argument, if there is one; a cache is refused with a warning.
+
+    Yields:
+        The calls of autograd functions, a list that grows while the model is exported.
     """
     fix_states_of_lstms()
     with contextlib.ExitStack() as stack:
@@ -310,90 +300,3 @@ def _given_causal_hint() -> Iterator[None]:
         yield
     finally:
         module._detect_is_causal_mask = original
-
-
-def capture_error(
-    model: nn.Module, error: Exception, reads: Reads
-) -> CaptureError | UnsupportedError:
-    """Turn an exception of the export into an error that a user can act on."""
-    where = _user_frame(model, error.__traceback__)
-    if isinstance(error, UnsupportedError):
-        return UnsupportedError(f"{error}\n{where}".rstrip())
-    text = (str(error).strip().splitlines() or [""])[0]
-    if is_data_dependent(error):
-        # Torch's text is about symbols of its own. Without a read, it is a shape that is unknown.
-        known = "a branch, loop or size in the forward depends on the numbers in a tensor"
-        line = where.strip().rpartition("\n")[2].strip()
-        text = reads.text() if reads.refused is not None else f"{known}: {line}"
-        advice = (
-            "choose with torch.where, or compute the number from inputs, buffers, shapes and "
-            "arguments; a check (assert, isnan) belongs outside of forward"
-        )
-        return CaptureError(f"{text}\n{where}  {ADVICE}{advice}")
-    advice = "the model's forward must run as it is on these inputs; run it once without compiling"
-    # Torch 2.11 gets as far as comparing such an object with a constant.
-    unknown_class = ("register a pytree", "register_dataclass", "unhashable type")
-    if isinstance(error, DynamicOutputShapeException):  # lstsq
-        text = f"the size of a result of {error.func} depends on the numbers in a tensor"
-        advice = "let the model return the operands, and call this operator outside of forward"
-    if ".numpy()" in text:
-        advice = (
-            "a traced tensor has no numbers for NumPy; compute with torch's functions in forward"
-        )
-    if "fake tensor in the exported program" in text:
-        text = "a value got past the tracer, which x.data does, and a gradient taken in forward"
-        advice = "read x.detach() instead; writes into x.data, and gradients, belong outside of it"
-    if any(each in str(error) for each in unknown_class):
-        advice = (
-            "what goes in and out of forward must be tensors, numbers, strings and None in tuples, "
-            "lists, dicts and ModelOutputs; for a class of your own call "
-            "torch.export.register_dataclass(YourClass) once before compiling. A class that "
-            "registers itself must be imported, and made once, outside of forward: libraries do "
-            "not register while a model is captured"
-        )
-    return CaptureError(
-        f"the model could not be captured as one graph: {type(error).__name__}: {text}\n"
-        f"{where}  {ADVICE}{advice}"
-    )
-
-
-def users_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Return ``trace`` without the frames of PyTorch and sp_compiler around a frame of the user's.
-
-    Between two calls of a model's modules there are a dozen of the capture, which tell nothing.
-    """
-    frames = []
-    while trace is not None:
-        frames.append(trace)
-        trace = trace.tb_next
-    own = [not in_library(f.tb_frame.f_code.co_filename) for f in frames]
-    kept: TracebackType | None = None
-    for index in reversed(range(len(frames))):
-        # Behind the last of the user's all stay: they are where it failed.
-        if own[index] or not any(own[index:]):
-            frame = frames[index]
-            kept = TracebackType(kept, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
-    return kept
-
-
-def _user_frame(model: nn.Module, trace: TracebackType | None) -> str:
-    """Return the module path and source line of the innermost frame inside a forward of the user's
-    model, and the innermost line of a function called there, unless it is PyTorch's.
-    """
-    names = {id(module): name for name, module in model.named_modules()}
-    text = inner = ""
-    # Outermost first: the last frame that fits is kept.
-    for frame, line in traceback.walk_tb(trace):
-        filename = frame.f_code.co_filename
-        first = frame.f_code.co_varnames[:1]  # the name that the user gave to "self"
-        owner = frame.f_locals.get(first[0]) if first else None
-        if in_library(filename):
-            continue
-        source = traceback.FrameSummary(filename, line, frame.f_code.co_name).line
-        at = f"    {filename}:{line}: {source}\n"
-        if id(owner) in names:
-            path = names[id(owner)] or "(model)"
-            text, inner = f"  module: {path} ({type(owner).__name__})\n{at}", ""
-        else:
-            inner = at
-    return f"{text}{inner}" if text else ""

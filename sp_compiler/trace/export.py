@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind, OutputSpec
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
@@ -158,7 +158,6 @@ def _captured(
     if open_dims:
         _add_sizes(captured, leaves)
     captured.drop_unused_placeholders()
-    _refuse_subgraphs(captured.module)
     _make_fake(captured, leaves, model)
     if lift_casts:
         lift_casts_to_float64(captured)
@@ -249,9 +248,10 @@ def _from_exported(
     mutated = _mutated_last(graph.output_node(), exported.graph_signature.output_specs, canonical)
     # Behind the model's own output the exported forward returned what it stores.
     out_spec = exported.call_spec.out_spec.child(0)
+    erase_dead(graph)
+    _refuse_subgraphs(graph)
     captured = Captured(module_of(graph), refs, in_spec, out_spec)
     captured.mutated, captured.aliases, captured.constants = mutated, aliases, constants
-    erase_dead(captured.module.graph)
     return captured
 
 
@@ -319,13 +319,14 @@ def _mutated_last(
     return names
 
 
-def _refuse_subgraphs(module: GraphModule) -> None:
+def _refuse_subgraphs(graph: Graph) -> None:
     # Control flow such as ``cond`` and ``scan``: no sharding rule sees into a subgraph. Those of
     # grad mode and autocast are inlined by now.
-    for node in module.graph.nodes:
-        if node.op == "get_attr" or isinstance(node.target, torch._ops.HigherOrderOperator):
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
             raise UnsupportedError(
-                f"operator {node.target} has a subgraph, which sp_compiler cannot shard\n"
+                f"operator {node.target} runs a graph of its own, which sp_compiler cannot shard: "
+                "write it with tensor operations, such as torch.where in place of torch.cond\n"
                 + node_origin(node)
             )
 

@@ -29,14 +29,10 @@ from sp_compiler.trace.attributes.changes import (
 from sp_compiler.trace.attributes.outside import numbers_outside_watched
 from sp_compiler.trace.attributes.trained import refuse_trained_constants
 from sp_compiler.trace.autograd_functions import FunctionCall
+from sp_compiler.trace.capture_errors import capture_error, users_frames
 from sp_compiler.trace.decisions import DataDependentError, Reads, recorded_reads
 from sp_compiler.trace.decisions.rows import ChosenRows
-from sp_compiler.trace.environment import (
-    capture_error,
-    export_context,
-    users_frames,
-    warn_of_attributes,
-)
+from sp_compiler.trace.environment import export_context, warn_of_attributes
 from sp_compiler.trace.foreign_random import NEXT_NUMBERS, ForeignDraw
 from sp_compiler.trace.functionalize import functionalize
 from sp_compiler.trace.partly_meta import all_on_meta
@@ -93,35 +89,35 @@ class ExportRun:
     names: Sequence[str]
     rows: ChosenRows = field(default_factory=ChosenRows)
 
-    def run(self, left: Collection[str] = ()) -> Export:
+    def run(self, unchanged: Collection[str] = ()) -> Export:
         """Export the model as it is.
 
         Args:
-            left: paths of modules whose buffers stay as they are, whatever the forward sets.
+            unchanged: paths of modules whose buffers stay as they are, whatever the forward sets.
 
         Raises:
             CaptureError, UnsupportedError: see :func:`sp_compiler.trace.export.capture`.
         """
         try:
-            return self._run(left, None)
+            return self._run(unchanged, None)
         except ForeignDraw as draw:
             drawn = draw
         exports = []
         for which in NEXT_NUMBERS:
             with drawn.numbers(which):
-                exports.append(self._run(left, drawn))
+                exports.append(self._run(unchanged, drawn))
         latest = exports.pop()
         for each in exports:
             if each.text != latest.text or not _same_constants(each.exported, latest.exported):
                 raise drawn.refusal()
         return latest
 
-    def _run(self, left: Collection[str], drawn: ForeignDraw | None) -> Export:
+    def _run(self, unchanged: Collection[str], drawn: ForeignDraw | None) -> Export:
         with (
             all_on_meta(self.model),
             export_context(self.model, use_cache=self.use_cache) as functions,
             watched_state(self.model) as changes,
-            set_buffers_written(self.model, left) as buffers,
+            set_buffers_written(self.model, unchanged) as buffers,
             numbers_outside_watched(self.model) as outside,
             recorded_reads(self.model, self.leaves, self.rows, drawn) as reads,
         ):
@@ -195,9 +191,9 @@ class ExportRun:
                 settled.stored.remove(each)
                 settled.lost[str(each)] = str(first.changes.changed[each.path, each.name])
         known = {(each.path, each.name) for each in settled.stored}
-        left = {path for path, name in first.changes.changed if (path, name) not in known}
-        if any(path in left for path, _ in first.buffers.written):
-            first = self.run(left)
+        others = {path for path, name in first.changes.changed if (path, name) not in known}
+        if any(path in others for path, _ in first.buffers.written):
+            first = self.run(others)
         settled.lost.update(first.buffers.lost)
         warn_of_attributes(self.model, settled, first.outside)
         return first, settled

@@ -171,7 +171,7 @@ class PartitionedCode:
         assert self._parts.split is not None
         assert self._parts.split.both is not None
         results = _gradients(self._parts.split.both, tp, [*saved, *behind], *tangents)
-        # Behind the gradients comes what is left to the call before.
+        # Behind the gradients come the values that are handed over to the call before.
         end = len(results) - len(behind)
         return results[:end], results[end:]
 

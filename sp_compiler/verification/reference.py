@@ -42,7 +42,7 @@ def run_captured(
     """Run a captured flat graph.
 
     Args:
-        captured: a capture, normalised or not.
+        captured: a capture, normalized or not.
         params: global parameters by their name in ``model.named_parameters()``.
         buffers: global buffers by name.
         flat_inputs: leaves of :func:`sp_compiler.trace.export.flatten_inputs`.

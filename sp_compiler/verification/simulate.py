@@ -20,6 +20,7 @@ from sp_compiler.base.errors import ArgumentError, RankMismatchError
 from sp_compiler.base.placement import I, Placement
 from sp_compiler.base.shards import join_parts, local_part
 from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.ir.fx import written_arguments
 from sp_compiler.ir.program import Ref
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.ops.registry import operator_of
@@ -274,13 +275,11 @@ def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: 
     """Return the result of an in-place or out= operation: the argument that it changed."""
     if not func._schema.returns:
         return None
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.is_write:
-            # The very argument, as torch returns it; its sizes may be others now.
-            changed = args[position] if position < len(args) else kwargs[argument.name]
-            if isinstance(changed, LocalTensor):
-                changed._sync_meta()
-                return changed
+    for changed in written_arguments(func, args, kwargs):
+        # The very argument, as torch returns it; its sizes may be others now.
+        if isinstance(changed, LocalTensor):
+            changed._sync_meta()
+            return changed
     return _combine(results)
 
 

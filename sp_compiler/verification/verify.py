@@ -188,26 +188,35 @@ class Step:
         return Numbers(detached, tensors.grads(), written)
 
     def run_eager(self, captured: Captured, tensors: Tensors) -> ReferenceResult:
-        """Return the leaves of the model's own output, the tensors that it stores, and the buffers
-        that it writes; ``captured`` says which.
+        """Return the leaves of the model's own output, the tensors that it stores and the buffers
+        that it writes, by ``captured``.
 
-        The model's attributes may be written.
+        The model holds ``tensors`` from then on, and its attributes may be written.
         """
         model = self.model
         args, kwargs = pytree.tree_unflatten(list(tensors.inputs), self.spec)
-        state = {**tensors.buffers, **tensors.params}
+        # Not for the forward alone: torch.utils.checkpoint runs parts of it again in backward.
+        _hold(model, {**tensors.buffers, **tensors.params})
         own = [value.dtype for value in self.tensors.params.values() if value.is_floating_point()]
         with KernelEps(own):  # as the capture has it
-            outputs = torch.func.functional_call(model, state, tuple(args), dict(kwargs))
+            outputs = model(*args, **kwargs)
         left = [
             tensor
             for each in captured.stored
             for tensor in each.tensors(getattr(model.get_submodule(each.path), each.name))
         ]
-        # Written in place, or set as attributes: then in the mapping.
-        written = {name: state[name] for name in captured.mutated}
+        written = {name: model.get_buffer(name) for name in captured.mutated}
         leaves, out_spec = pytree.tree_flatten(outputs)
         return ReferenceResult([*leaves, *left], out_spec, written)
+
+
+def _hold(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Put ``tensors`` in place of the model's own, by name; tied ones under all of their names."""
+    own = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    new = {id(value): tensors[name] for name, value in own.items()}
+    tables: list[dict[str, Any]] = [m._parameters for m in model.modules()]
+    for held in tables + [m._buffers for m in model.modules()]:
+        held.update({name: new.get(id(value), value) for name, value in held.items()})
 
 
 # Passes before the model is sharded: on one device, with nothing dropped.

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import gpu, gpu_slices
+from benchmarks.measure import PeakRecorder
+from sp_compiler.ops.gpu import attention
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -26,6 +31,30 @@ def test_memory_is_planned_to_the_byte() -> None:
     assert row.peak_recorded == row.peak_planned > row.kept_planned
     assert row.peak_with_gradients > row.peak_recorded
     assert row.peak_allocated is None
+
+
+def test_results_of_compiled_kernels_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a GPU's are made by no operator that a recorder sees."""
+    monkeypatch.setattr(
+        attention,
+        "_run",
+        lambda *args: [torch._C._dynamo.guards._empty_strided_cpu((8,), (1,), torch.float32)],
+    )
+    given: Any = None, None, None
+    found = []
+    for context in (contextlib.nullcontext, gpu.kernels_shown):
+        with PeakRecorder() as recorder, context():
+            result = attention._run(*given)
+        assert result
+        found.append(recorder.alive_bytes(excluding=[]))
+    assert found == [0, 32]
+
+
+def test_memory_of_other_devices_is_left_out() -> None:
+    with PeakRecorder("cuda") as recorder:
+        x = torch.ones(8)
+    assert x.sum() == 8
+    assert recorder.alive_bytes(excluding=[]) == 0
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sp_compiler import compiler as pipeline
+from sp_compiler import compiler
 from sp_compiler.base.errors import PlacementError
 from sp_compiler.check import check_partitioned
 from sp_compiler.ir.forward_backward import Partitioned
@@ -45,7 +45,7 @@ def test_the_nearest_operator_of_a_refused_sum_runs_replicated(
                 raise PlacementError("check", "not proven", node)
         return check_partitioned(region, partitioned, *rest)
 
-    monkeypatch.setattr(pipeline, "check_partitioned", check)
+    monkeypatch.setattr(compiler, "check_partitioned", check)
     x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     compiled = parity.assert_parity(parity.make_case(TwiceUsed().double(), {"x": x}), tp=2)
     assert len(set(compiled.replicated)) == len(refused) == 2

@@ -19,7 +19,7 @@ def names_of(region: Region) -> dict[str, str]:
     joint = differentiate(region)
     names = ValueNames(joint)
     nodes = [node for node in joint.graph.nodes if node.op != "output"]
-    return {node.name: names.wishes(node)[0] for node in nodes}
+    return {node.name: names.candidates(node)[0] for node in nodes}
 
 
 def forward_names(module: nn.Module, *args: Tensor) -> set[str]:

@@ -62,9 +62,9 @@ def test_stages_of_a_model(model_and_inputs: tuple[Any, Any]) -> None:
 
 
 def test_arguments_that_do_not_fit_each_other(model_and_inputs: tuple[Any, Any]) -> None:
-    with pytest.raises(ArgumentError, match="its size of tp from mesh"):
+    with pytest.raises(ArgumentError, match="size of tp from mesh=; leave out tp="):
         plan(*model_and_inputs, tp=2, mesh="2x2", microbatches=4)  # type: ignore[call-overload]
-    with pytest.raises(ArgumentError, match="a grid takes microbatches="):
+    with pytest.raises(ArgumentError, match="a grid needs microbatches="):
         plan(*model_and_inputs, mesh="2x2")  # type: ignore[call-overload]
     with pytest.raises(ArgumentError, match="microbatches=4 without mesh="):
         plan(*model_and_inputs, microbatches=4)  # type: ignore[call-overload]

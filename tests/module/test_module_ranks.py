@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -47,6 +48,7 @@ def _many_things() -> dict[str, Any]:
         _mismatch,
         _inplace,
         _frozen,
+        _frozen_since,
         _meta,
         _dtype,
         _rows,
@@ -217,6 +219,22 @@ def _inplace() -> Any:
     return True
 
 
+def _frozen_since() -> Any:
+    """What waits for parameters that are frozen before the last microbatch is reduced, too."""
+    module, expected = compiled_handmade(2)[0], handmade_model()
+    for one in (module, expected):
+        for number in (1, 2):
+            with contextlib.nullcontext() if one is expected else module.no_sync():
+                one(number * handmade_input())["loss"].backward()
+        one.blocks[0].scale.requires_grad_(False)
+        one(3 * handmade_input())["loss"].backward()
+    torch.optim.SGD(module.parameters()).step()  # is refused while anything waits
+    found = {name: p.grad.full_tensor() for name, p in module.named_parameters()}
+    grads = {name: p.grad for name, p in expected.named_parameters()}
+    torch.testing.assert_close(found, grads, rtol=1e-10, atol=1e-12)
+    return True
+
+
 def _frozen() -> Any:
     module, builder = compiled_handmade(2)
     module(handmade_input())
@@ -338,6 +356,7 @@ def test_inplace_change_before_backward_raises(ranks: list[dict[str, Any]]) -> N
 @pytest.mark.slow
 def test_freezing_compiles_again_and_gives_no_gradient(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["frozen"] == (2, True, True)
+    assert ranks[0]["frozen_since"]
 
 
 @pytest.mark.slow

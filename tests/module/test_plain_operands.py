@@ -21,7 +21,7 @@ from sp_compiler.module.dtensors.gathered_views import write_through_views
 from sp_compiler.module.dtensors.patches import read_true_numbers
 from sp_compiler.module.dtensors.plain_operands import take_plain_operands
 from sp_compiler.module.dtensors.segmented_shard import segmented_shard
-from sp_compiler.runtime.mesh_axes import AXIS
+from sp_compiler.runtime.mesh_axes import TENSOR_AXIS
 from tests.helpers.ranks import run_on_ranks
 
 _PLACES: dict[str, Callable[[], Any]] = {
@@ -213,7 +213,7 @@ def _averaged(tp: int) -> list[dict[str, Tensor]]:
 
 
 def _mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (2,), mesh_dim_names=(AXIS,))
+    return init_device_mesh("cpu", (2,), mesh_dim_names=(TENSOR_AXIS,))
 
 
 def _on_both(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +16,7 @@ from benchmarks.measure import PeakRecorder
 from sp_compiler.base.placement import P, Placement, R, S
 from sp_compiler.check.derive import declared_strategies
 from sp_compiler.ir.fx import arguments
-from sp_compiler.ops import communicator
+from sp_compiler.ops import async_products, communicator
 from sp_compiler.ops.async_products import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
 from sp_compiler.ops.communicator import Communicator, running_on
 from sp_compiler.verification.simulate import simulated_ranks
@@ -126,6 +128,29 @@ def test_who_reads_the_memory_of_whom(
     assert tp.symmetric_memory_group(x) == found
     assert asked == [torch.device("cuda")] * (found is not None)  # once: the ranks wait for it
     assert Communicator(None, 0, 1).symmetric_memory_group(x) is None
+
+
+def test_torchs_kernels_run_on_the_device_of_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take streams and memory of the current device."""
+    current: list[Tensor] = []
+
+    @contextlib.contextmanager
+    def device_of(x: Tensor) -> Iterator[None]:
+        current.append(x)
+        yield
+        current.clear()
+
+    def ran(x: Tensor, *rest: Any) -> Any:
+        assert current == [x]
+        return x, [x]
+
+    kernels = SimpleNamespace(fused_all_gather_matmul=ran, fused_matmul_reduce_scatter=ran)
+    monkeypatch.setattr(async_products, "_kernels", lambda: kernels)
+    monkeypatch.setattr(Communicator, "symmetric_memory_group", lambda tp, x: "ranks")
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    tp, x = Communicator(None, 0, 2), torch.ones(())
+    assert async_products.all_gather_matmul(tp, x, [x]) == [x, x]
+    assert async_products.matmul_reduce_scatter(tp, x, x) == (x, [x])
 
 
 def _trained_by_torchs_kernels() -> tuple[list[Tensor], list[str]]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.fx import Node
 
 from benchmarks.pretended_gpu import until_written
 from sp_compiler.inductor.lowering import Traced
@@ -19,13 +22,15 @@ QUERIES, KEYS, WIDTH = 200, 140, 16  # the last blocks of both are partly empty
 
 
 def _emitted(function: kernels.Function, given: kernels.Given, place: kernels.Place) -> str:
-    from torch._inductor.decomposition import select_decomp_table
-
-    module, fakes = kernels.trace_for(function, given, place, select_decomp_table())
+    module, fakes = kernels.trace_for(function, given, place)
     mode = fakes[0].fake_mode  # type: ignore[attr-defined]
     places = range(len(fakes))
     traced = Traced(module, mode, fakes, places, [None] * len(fakes), False, True)
-    return until_written(traced, lambda graph: graph.codegen()[0].value)
+    return until_written(
+        traced,
+        lambda graph: graph.codegen()[0].value,
+        lambda on_gpu: kernels.compile_graph(on_gpu.module, on_gpu.fakes),
+    )
 
 
 @pytest.mark.parametrize(("masked", "p"), [(True, 0.3), (False, 0.0)])
@@ -57,5 +62,86 @@ def test_numbers_are_those_of_the_operators(interpreted: Run, masked: bool, p: f
         torch.testing.assert_close(actual.double(), each, rtol=0, atol=1e-5)
 
 
-def _present(given: kernels.Given) -> list[torch.Tensor]:
+@pytest.mark.parametrize("heads_of_mask", [None, 16])
+def test_kernels_find_numbers_of_a_head_behind_those_of_another(heads_of_mask: int | None) -> None:
+    """They compute where a head begins from the number of its rows, or of its blocks."""
+    queries, keys, heads = 1100, 130, 16
+    mask = None
+    if heads_of_mask is not None:
+        mask = torch.ones(2, heads_of_mask, queries, keys, dtype=torch.bool)
+    text = _emitted(kernels.differentiate, *_of_backward(2, heads, queries, keys, mask))
+    made = re.findall(r"empty_strided_cuda\(\(([\d, ]+)\), \(([\d, ]+)\)", text)
+    assert len(made) > 10
+    for each in made:
+        shape, strides = ([int(x) for x in part.split(",") if x.strip()] for part in each)
+        is_empty = 0 in shape
+        steps = zip(shape, strides, strict=True)
+        last = sum((size - 1) * stride for size, stride in steps)
+        assert is_empty or last + 1 == torch.Size(shape).numel(), each
+
+
+def test_arguments_that_are_one_tensor_are_read_as_several() -> None:
+    """What is compiled serves calls where they are not."""
+    x = torch.randn(1, 1, 128, WIDTH)
+    given = kernels.Given(x, x, x, None, None, torch.tensor(3))
+    module, fakes = kernels.trace_for(kernels.compute, given, kernels.Place(0, 0.25, 0, 0, 1, 0, 0))
+    assert len({id(fake) for fake in fakes}) == 4
+    (node,) = module.graph.find_nodes(
+        op="call_function", target=torch.ops.higher_order.flex_attention
+    )
+    assert list(node.args[:3]) == module.graph.find_nodes(op="placeholder")[:3]
+
+
+def test_torch_is_given_a_gradient_of_each_result() -> None:
+    """Torch 2.11 multiplies that of the logsumexp, whether there is one or not."""
+    given, place = _of_backward(1, 1, 128, 128, None)
+    module, _ = kernels.trace_for(kernels.differentiate, given._replace(seed=None), place)
+    (node,) = module.graph.find_nodes(
+        op="call_function", target=torch.ops.higher_order.flex_attention_backward
+    )
+    assert all(isinstance(factor, Node) for factor in node.args[:7])
+
+
+def test_a_mask_of_more_than_32_bits_of_elements_is_read_with_64() -> None:
+    size = 50_000
+    mask = torch.empty(1, 1, size, size, dtype=torch.bool, device="meta")
+    text = _emitted(kernels.differentiate, *_of_backward(1, 1, size, size, mask))
+    loads = re.findall(rf"in_ptr\d+ \+ (tmp\d+) \+ {size}\*(tmp\d+)\)", text)
+    assert loads
+    for number in (number for load in loads for number in load):
+        assert re.search(rf"\b{number} = tmp\d+\.to\(tl\.int64\)", text), number
+
+
+def test_a_precision_by_either_setting_is_one_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once torch is told one by the newer setting, its older function raises an error."""
+    compilations: list[str] = []
+
+    def compile_for(*args: Any) -> Any:
+        compilations.append(torch.backends.cuda.matmul.fp32_precision)
+        return lambda *tensors: [tensors[0], tensors[0][..., 0]]
+
+    monkeypatch.setattr(kernels, "compile_for", compile_for)
+    x = torch.randn(1, 1, 128, WIDTH)
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        for precision in ("ieee", "tf32", "ieee"):
+            torch.backends.cuda.matmul.fp32_precision = precision
+            assert kernels.forward(0, (x, x, x, None, None), 0.125, 0.0, 0, 0, 1, 0, 0) is not None
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert compilations == ["ieee", "tf32"]
+
+
+def _of_backward(
+    samples: int, heads: int, queries: int, keys: int, mask: Tensor | None
+) -> tuple[kernels.Given, kernels.Place]:
+    rows, columns = (
+        torch.zeros(samples, heads, size, WIDTH, dtype=torch.float16) for size in (queries, keys)
+    )
+    made = rows, rows, torch.zeros(samples, heads, queries)
+    given = kernels.Given(rows, columns, columns, mask, torch.tensor(7), torch.tensor(3), *made)
+    return given, kernels.Place(0, 0.25, 0.1, 1, 1, 0, 0)
+
+
+def _present(given: kernels.Given) -> list[Tensor]:
     return [x for x in given if x is not None]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,6 +49,23 @@ def test_a_step_holds_what_was_planned(more: float) -> None:
     assert measure(_case(), program) == (memory.kept_bytes, memory.peak_bytes)
     if more == 1.0:
         assert memory.peak_bytes == _least(1, True) < _least(1, False)
+
+
+def test_kernels_of_the_tensors_device_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of another one, which may be the current device, do not use their memory."""
+    waits: list[str] = []
+    event = SimpleNamespace(wait=lambda stream=None: waits.append(stream))
+    stream = SimpleNamespace(record_event=lambda: event)
+    monkeypatch.setattr(
+        ops_host_memory, "_stream_for_copies", lambda device: contextlib.nullcontext(stream)
+    )
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"of {device}")
+    for is_fetched in (True, False):
+        copies = ops_host_memory._Copies([torch.ones(2)], torch.device("meta"))
+        if is_fetched:
+            copies.wait()
+        del copies
+    assert waits == ["of meta", "of meta"]
 
 
 def test_gradients_are_equal_to_the_bit() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from sp_compiler.ops.gpu import id_checks
 from sp_compiler.ops.gpu.host_copy import HostCopy
 from sp_compiler.ops.gpu.id_checks import IdBounds, IdChecks
 
@@ -46,6 +48,33 @@ def test_ids_of_a_forward_that_failed_are_not_told_with_those_of_the_next() -> N
     checks.settle()
     checks.note(_bounds(0, 9))
     checks.send()
+    checks.settle()
+
+
+def test_what_was_sent_is_not_kept_on_the_device() -> None:
+    checks = IdChecks()
+    bounds = _bounds(0, 9)
+    kept = weakref.ref(bounds.bounds)
+    checks.note(bounds)
+    del bounds
+    checks.send()
+    assert kept() is None
+    checks.settle()
+
+
+def test_a_graph_of_the_user_has_no_part_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which ends a recording where it waits, and is not there when that is replayed."""
+    checks = IdChecks()
+    checks.note(_bounds(0, 10))
+    checks.send()
+    with monkeypatch.context() as patch:
+        patch.setattr(id_checks, "is_recorded", lambda device: True)
+        patch.setattr(id_checks, "HostCopy", None)
+        checks.settle()
+        checks.note(_bounds(0, 11))
+        checks.send()
+    with pytest.raises(IndexError, match="index 10 is out of range"):
+        checks.settle()
     checks.settle()
 
 

@@ -130,7 +130,7 @@ def test_new_nodes_say_where_they_come_from() -> None:
         assert node.meta["requires_grad"]
 
 
-def test_what_a_pass_writes_is_normalised() -> None:
+def test_what_a_pass_writes_is_normalized() -> None:
     """A view with a guessed size, a dim from the front, a fused bias: no other pass knows them."""
 
     def unusual(module: GraphModule) -> None:

@@ -31,7 +31,7 @@ from sp_compiler.ops.accumulate import ADD_PRODUCT
 from sp_compiler.options import CompileOptions
 from sp_compiler.passes import overlap
 from sp_compiler.passes.overlap import hand_over_choice, overlap_collectives
-from sp_compiler.passes.overlap.hand_over import Leaving, leavable, leaving
+from sp_compiler.passes.overlap.hand_over import HandOver, hand_over_of, movable_gradients
 from sp_compiler.trace.export import capture
 from sp_compiler.verification.verify import verify
 from tests.helpers import parity
@@ -62,14 +62,14 @@ def _parts() -> Partitioned:
 
 
 def _without(parts: Partitioned, late: list[int]) -> SplitBackward | None:
-    leaves = leaving(parts, frozenset(late))
-    return None if leaves is None else leaves.split()
+    moved = hand_over_of(parts, frozenset(late))
+    return None if moved is None else moved.split()
 
 
 def test_what_is_left_has_no_collectives() -> None:
     """And is handed over as storages, of which those of parameters and other calls stay theirs."""
     parts = _parts()
-    assert leavable(parts, [1, 2]) == [2, 1]
+    assert movable_gradients(parts, [1, 2]) == [2, 1]
     last, first = _without(parts, [2]), _without(parts, [1])
     assert last is not None
     assert first is not None
@@ -93,7 +93,7 @@ def test_what_is_left_has_no_collectives() -> None:
 
 
 def test_gradients_that_are_added_to_others_are_not_left() -> None:
-    assert leavable(_parts(), []) == []
+    assert movable_gradients(_parts(), []) == []
 
 
 def test_several_are_left_with_their_common_operand_once() -> None:
@@ -315,18 +315,18 @@ def _leaving(number: slice, recompute: str) -> CompiledProgram:
         return {**rooms(*arguments), "Block": Room(backward_bytes=1 << 40)}
 
     def one(parts: Partitioned, own: Any) -> list[int]:
-        alone = [index for index in leavable(parts, own) if _without(parts, [index])]
+        alone = [index for index in movable_gradients(parts, own) if _without(parts, [index])]
         wanted[:] = alone[number]
         return wanted[:1]
 
-    def left(parts: Partitioned, _: Any) -> Leaving | None:
-        return leaving(parts, frozenset(wanted))
+    def hand_over_wanted(parts: Partitioned, _: Any) -> HandOver | None:
+        return hand_over_of(parts, frozenset(wanted))
 
     with (
         mock.patch.object(compiler, "overlap_room", more),
         mock.patch.object(overlap, "look_aheads", return_value=()),
-        mock.patch.object(hand_over_choice, "leavable", one),
-        mock.patch.object(hand_over_choice, "leaving", left),
+        mock.patch.object(hand_over_choice, "movable_gradients", one),
+        mock.patch.object(hand_over_choice, "hand_over_of", hand_over_wanted),
         mock.patch.object(hand_over_choice, "WORTH_MORE_FUNCTIONS", -1.0),
     ):
         return parity.compiled(_small(), **{**_OPTIONS, "recompute": recompute})

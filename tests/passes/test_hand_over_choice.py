@@ -12,7 +12,7 @@ import pytest
 from sp_compiler import compiler
 from sp_compiler.ir.forward_backward import Partitioned
 from sp_compiler.ir.symbolic import Sizes
-from sp_compiler.passes.overlap.hand_over import leavable, leaving
+from sp_compiler.passes.overlap.hand_over import hand_over_of, movable_gradients
 from sp_compiler.passes.overlap.orders import Unordered
 from tests.helpers import parity
 from tests.helpers.calls_in_a_row import INPUTS, SLOW, gpt
@@ -24,14 +24,14 @@ def _compare(parts: Partitioned, own_parameters: Collection[int], sizes: Sizes |
     """Compare for single gradients and pairs of them; return how many could be left."""
     assert parts.backward is not None
     alone = Unordered.of(parts.backward, own_parameters, sizes, SLOW)
-    late = [frozenset({index}) for index in leavable(parts, own_parameters)]
+    late = [frozenset({index}) for index in movable_gradients(parts, own_parameters)]
     pairs = [first | second for first, second in itertools.pairwise(late)]
-    found = [leaves for each in (*late, *pairs) if (leaves := leaving(parts, each)) is not None]
-    for leaves in found:
-        graph = leaves.split().both
+    found = [moved for each in (*late, *pairs) if (moved := hand_over_of(parts, each)) is not None]
+    for moved in found:
+        graph = moved.split().both
         assert graph is not None
         expected = alone.with_graph(graph).tasks.block
-        assert alone.search_of_calls(leaves.calls()).block == expected
+        assert alone.search_of_calls(moved.calls()).block == expected
     return len(found)
 
 

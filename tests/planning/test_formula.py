@@ -20,7 +20,7 @@ from sp_compiler.compiler import build
 from sp_compiler.options import CompileOptions
 from sp_compiler.planning.data import BlockPlan
 from sp_compiler.planning.formula import ActivationFormula
-from sp_compiler.planning.larger_batch import telling_batch
+from sp_compiler.planning.larger_batch import with_batch_formulas
 from sp_compiler.planning.plan import Plan
 from sp_compiler.planning.planned_program import PlannedProgram
 from tests.helpers.slow import slow, slow_but
@@ -304,7 +304,7 @@ def test_a_batch_of_one_that_is_not_told_is_derived_at_a_larger_one() -> None:
     """One head on each rank is another size of 1, which a model may hide beside the batch."""
     compiled, compile_at = _compiled("encoder", tp=4)
     own, told = (
-        telling_batch(compiled, (), zoo.inputs("encoder", 1, 12), at).activation_formula
+        with_batch_formulas(compiled, (), zoo.inputs("encoder", 1, 12), at).activation_formula
         for at in (_raise, compile_at)
     )
     assert (own.tells_batch, told.tells_batch) == (False, True)
@@ -314,7 +314,7 @@ def test_a_batch_of_one_that_is_not_told_is_derived_at_a_larger_one() -> None:
     for block in other.blocks:
         assert told.value(told.blocks[block.name], b=3) == block.kept_bytes
     assert told.value(told.total, b=3) == other.activation_bytes
-    with pytest.raises(ArgumentError, match="need a plan whose example has a batch of two"):
+    with pytest.raises(ArgumentError, match="make a plan with a batch of two"):
         own.value(own.blocks["TransformerEncoderLayer"], b=3)
 
 

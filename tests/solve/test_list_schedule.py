@@ -22,7 +22,7 @@ from sp_compiler.solve.block_schedule import (
 )
 from sp_compiler.solve.list_schedule import ListSchedule, list_schedule
 from sp_compiler.solve.schedule_bound import least_us
-from sp_compiler.solve.schedule_walk import Fitting, Walked, Wishes, walked
+from sp_compiler.solve.schedule_walk import Fitting, Priorities, Walked, walked
 
 
 def random_block(seed: int, num_nodes: int) -> Block:
@@ -267,9 +267,9 @@ def test_a_long_kernel_is_spared_for_another_collective() -> None:
     assert least_us(block) == 22.0
 
 
-def random_wishes(block: Block, seed: int) -> Wishes:
+def random_priorities(block: Block, seed: int) -> Priorities:
     draw = random.Random(seed)
-    return Wishes(
+    return Priorities(
         tuple(draw.random() for _ in block.tasks),
         {start: draw.uniform(0, 40) for start in block.wait_of},
         sparing=draw.random() < 0.5,
@@ -282,15 +282,15 @@ def test_a_walk_ends_early_only_if_its_order_would_cost_more(memory: str) -> Non
     for seed in range(60):
         block = random_block(seed, 25)
         limit, given = limits(block)[memory == "free"], list(range(len(block.tasks)))
-        wishes, fitting = random_wishes(block, seed), Fitting(block, given)
-        walk = walked(block, limit, wishes, fitting)
+        priorities, fitting = random_priorities(block, seed), Fitting(block, given)
+        walk = walked(block, limit, priorities, fitting)
         assert walk is not None
         assert peak_bytes(block, walk.order) <= limit
         assert walk.time_us == simulate(block, walk.order).time_us
-        again = walked(block, limit, wishes, fitting, walk.cost_us)
+        again = walked(block, limit, priorities, fitting, walk.cost_us)
         assert again is not None
         assert again.order == walk.order
-        ended += walked(block, limit, wishes, fitting, 0.95 * walk.cost_us) is None
+        ended += walked(block, limit, priorities, fitting, 0.95 * walk.cost_us) is None
     assert ended > 40
 
 

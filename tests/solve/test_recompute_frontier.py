@@ -14,9 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sp_compiler.cost.hardware import H100
-from sp_compiler.passes.memory.candidates import problem
-from sp_compiler.solve.recompute_frontier import Choice, ForwardValue, evaluate, frontier
-from sp_compiler.solve.recompute_frontier import cheapest as cheapest_kept
+from sp_compiler.passes.memory.candidates import recompute_problem
+from sp_compiler.solve.recompute_frontier import (
+    Choice,
+    ForwardValue,
+    SavingProgram,
+    evaluate,
+    frontier,
+)
 from sp_compiler.trace.joint import JointGraph
 from tests.helpers.compiled_region import differentiate
 from tests.helpers.regions import region_of
@@ -62,7 +67,7 @@ def _assert_solved(values: Sequence[ForwardValue], host_us: float = 0.0) -> None
     every = _subsets(values, host_us)
     for limit in sorted({0, *(choice.num_bytes for choice in every)})[:12]:
         fitting = [(c.time_us, c.num_bytes) for c in every if c.num_bytes <= limit]
-        found = cheapest_kept(values, limit, host_us)
+        found = SavingProgram(values, host_us).solve(limit)
         if not fitting:
             assert found is None
             continue
@@ -133,13 +138,13 @@ def _small() -> JointGraph:
 
 def test_a_block_of_up_to_fourteen_candidates_is_solved_like_brute_force() -> None:
     joint = _small()
-    nodes, values = problem(joint, 1, frozenset(), H100)
+    nodes, values = recompute_problem(joint, 1, frozenset(), H100)
     assert 10 <= sum(value.can_keep for value in values) <= 14
     _assert_solved(values)
     # What the model returns is there until backward in any case.
     position = nodes.index(joint.outputs[0])
     assert values[position].num_bytes > 0
-    assert problem(joint, 1, frozenset({0}), H100)[1][position].num_bytes == 0
+    assert recompute_problem(joint, 1, frozenset({0}), H100)[1][position].num_bytes == 0
 
 
 @pytest.mark.parametrize("missing_bytes", [1, 1024])
@@ -147,10 +152,10 @@ def test_a_limit_holds_to_the_byte_beside_gigabytes(missing_bytes: int) -> None:
     sizes = [1, 3, 1023, 10**9 + 1, 3 * 10**9]
     values = [ForwardValue((), size, 1.0, needed=True) for size in sizes]
     limit = sum(sizes) - missing_bytes
-    choice = cheapest_kept(values, limit)
+    choice = SavingProgram(values).solve(limit)
     assert choice is not None
     assert choice.num_bytes <= limit
     assert choice.time_us <= 2.0
-    smallest = cheapest_kept(values, 4)
+    smallest = SavingProgram(values).solve(4)
     assert smallest is not None
     assert smallest.kept == {0, 1}

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.utils.checkpoint import checkpoint
 
 import sp_compiler
 from benchmarks.shares import flops_share, parameter_share
@@ -263,3 +264,35 @@ def test_it_may_make_a_tensor_of_a_number(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(Floored, "numbers", [1.0, *[2.0] * (2 * _WIDTH - 1)])
     with pytest.raises(UnsupportedError, match="several numbers"):
         build(model, (_x(),), {}, CompileOptions(tp=2))
+
+
+class Checkpointed(nn.Module):
+    """A block behind an embedding, in the reentrant form of ``torch.utils.checkpoint``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.block = nn.Embedding(7, _WIDTH), nn.Linear(_WIDTH, _WIDTH)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        y: Tensor = checkpoint(self.block, x, use_reentrant=True)
+        return (x * y.tanh()).square().sum()
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_reentrant_checkpoint_hides_no_gradient(frozen: bool) -> None:
+    """As in eager, parameters inside get none where nothing before it is trained."""
+    torch.manual_seed(0)
+    model = Checkpointed().double()
+    model.embed.requires_grad_(not frozen)
+    ids = torch.arange(6).view(2, 3)
+    if frozen:
+        module = sp_compiler.compile(model, tp=1)
+        assert not module(ids).requires_grad
+        return
+    expected = _eager_grads(model, ids)
+    module = sp_compiler.compile(model, tp=1)
+    module(ids).backward()
+    found = {name: value.grad for name, value in module.named_parameters()}
+    assert gradient_error(found, expected) < 1e-12

@@ -18,7 +18,8 @@ from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.utils._traceback import CapturedTraceback
 
 from sp_compiler.base.errors import CaptureError, UnsupportedError
-from sp_compiler.trace.environment import users_frames, without_cache
+from sp_compiler.trace.capture_errors import users_frames
+from sp_compiler.trace.environment import without_cache
 from sp_compiler.trace.export import capture
 from sp_compiler.trace.tracer_patches import frames_made_once
 from tests.helpers import parity
@@ -205,3 +206,18 @@ def test_frames_of_tracebacks_are_made_once() -> None:
     assert not any(a is b for a, b in zip(plain, other, strict=True))
     assert one.format() == plain.format()
     assert "found.append(stacks())" in one.format()[-2]
+
+
+class _Refusing(nn.Module):
+    """Raises what Dynamo does in ``torch.cond`` of an operand with a gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError(
+            "This higher order operator doesn't work unless it is captured completely\n"
+            "  Higher Order Operator: torch.cond"
+        )
+
+
+def test_control_flow_that_dynamo_refuses_is_named() -> None:
+    with pytest.raises(CaptureError, match=r"(?s)cond calls functions.*what to do: .*torch\.where"):
+        capture(_Refusing(), (torch.randn(2, 8),), {})

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
+from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.passes.normalize import normalize
 from sp_compiler.trace.export import capture
 from tests.helpers import parity
@@ -223,3 +224,14 @@ def test_sizes_have_no_names_of_inputs() -> None:
     captured = capture(Named(), (ids, torch.randn(5, 6)), {}, open_dims=True)
     assert captured.sizes is not None
     assert [size.name for size in captured.sizes.distinct] == ["size0", "s"]
+
+
+class _Conditional(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))  # type: ignore[no-any-return]
+
+
+def test_control_flow_is_refused_with_its_line() -> None:
+    said = r"(?s)operator cond .*torch\.where in place of torch\.cond.*return torch\.cond\("
+    with pytest.raises(UnsupportedError, match=said):
+        capture(_Conditional(), (torch.randn(2, 8),), {})

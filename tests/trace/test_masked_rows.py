@@ -135,7 +135,7 @@ def test_golden_places_that_are_computed() -> None:
 
 NEAR_MISSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     "a running sum": (lambda x, p: x[p[:, 0] > 0].cumsum(0).sum(), "not computed row by row"),
-    "rows that are normalised": (
+    "rows that are normalized": (
         lambda x, p: torch.zeros_like(x).index_put((p[:, 0] > 0,), x[p[:, 0] > 0].softmax(0)),
         "not computed row by row",
     ),
@@ -151,7 +151,7 @@ NEAR_MISSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
         lambda x, p: torch.zeros_like(x).index_put((p[:, 0] > 0,), x[p[:, 0] > 0] ** 0.5),
         "no finite value",
     ),
-    "rows that are normalised as one": (
+    "rows that are normalized as one": (
         lambda x, p: torch.zeros_like(x[:, :1]).index_put(
             (p[:, 0] > 0,),
             F.layer_norm(x[None, :, 0][:, p[:, 0] > 0], x[p[:, 0] > 0].shape[:1]).reshape(-1, 1),

@@ -37,8 +37,8 @@ class Statistics(nn.Module):
         return (self.linear(x - self.mean) + self.shift).square().mean()
 
 
-class Normalised(nn.Module):
-    """Batch normalisation with its own running statistics."""
+class Normalized(nn.Module):
+    """Batch normalization with its own running statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Normalised(nn.Module):
         return self.second(torch.relu(self.norm(self.first(x)))).square().mean()
 
 
-class OfRows(Normalised):
+class OfRows(Normalized):
     """The same by the function, which counts no steps."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -59,8 +59,8 @@ class OfRows(Normalised):
         return self.second(torch.relu(y)).square().mean()
 
 
-class OfInstances(Normalised):
-    """Normalisation of each instance, with running statistics over all of them."""
+class OfInstances(Normalized):
+    """Normalization of each instance, with running statistics over all of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class OfInstances(Normalised):
         return self.second(torch.relu(y)).square().mean()
 
 
-class Compared(Normalised):
+class Compared(Normalized):
     """One encoder of two inputs: the second call takes the statistics that the first has made."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ def _build(kind: Callable[[], nn.Module]) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    "kind", [Statistics, Normalised, OfRows, OfInstances, Compared, UnderTwoNames]
+    "kind", [Statistics, Normalized, OfRows, OfInstances, Compared, UnderTwoNames]
 )
 def test_mutations_are_written_back(kind: type[nn.Module]) -> None:
     module: Any = compiled(lambda: _build(kind))

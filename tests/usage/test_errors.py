@@ -215,6 +215,7 @@ def test_norms_in_halves_may_have_float32_weights() -> None:
         ({"tp": "8"}, ArgumentError, "positive int"),
         ({"tp": None}, ArgumentError, "tp=<number of ranks>"),
         ({"example_inputs": batch()}, ArgumentError, r"expected \(args, kwargs\)"),
+        ({"example_inputs": (batch(),)}, ArgumentError, r"got \(Tensor,\)"),
         ({"no_such_option": 1}, TypeError, "no_such_option"),
         ({"ep": 2}, TypeError, "unexpected keyword argument 'ep'"),
         ({"recompue": "full"}, TypeError, r"did you mean 'recompute'\? .*compile\(model\)"),

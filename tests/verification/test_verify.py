@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch.nn import functional as F
 
-from sp_compiler import compiler as pipeline
+from sp_compiler import compiler
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.pass_report import Pass, report_lines
 from sp_compiler.base.placement import I, P, Placement, R
-from sp_compiler.codegen import expressions as printer
+from sp_compiler.codegen import expressions
 from sp_compiler.passes.sharding import problem
 from sp_compiler.passes.sharding.rewrite import RegionLowering
 from sp_compiler.rules.strategies import Strategy
@@ -179,7 +179,7 @@ def _without(dropped: Callable[[Placement, Placement], bool]) -> Callable[..., N
 
 def _sharded_at_any_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """A value that the typing refuses is not run replicated instead."""
-    monkeypatch.setattr(pipeline, "refused_operator", lambda *_: None)
+    monkeypatch.setattr(compiler, "refused_operator", lambda *_: None)
 
 
 def test_a_dropped_reduction_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,8 +229,8 @@ def test_a_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "&lt;b&gt;BAD&lt;/b&gt;" in report._repr_html_()
 
 
-def test_a_broken_normalisation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = pipeline.normalize
+def test_a_broken_normalization_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = compiler.normalize
 
     def broken(captured: Any, dropout: Any) -> None:
         original(captured, dropout=dropout)
@@ -239,7 +239,7 @@ def test_a_broken_normalisation_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
                 node.args = (*node.args[:4], 0.5, *node.args[5:])
         captured.module.recompile()
 
-    monkeypatch.setattr(pipeline, "normalize", broken)
+    monkeypatch.setattr(compiler, "normalize", broken)
     report = _verify("plain")
     assert report.first_bad_pass == "normalize"
     assert [row.stage for row in report.table if not row.ok][:2] == ["normalize", "outline"]
@@ -247,7 +247,7 @@ def test_a_broken_normalisation_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.fixture
 def _broken_gelu(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = pipeline.simplify
+    original = compiler.simplify
 
     def broken(graph: Any) -> None:
         original(graph)
@@ -255,7 +255,7 @@ def _broken_gelu(monkeypatch: pytest.MonkeyPatch) -> None:
             if node.target is aten.gelu_backward.default:
                 node.args = (node.args[0], node.args[0])
 
-    monkeypatch.setattr(pipeline, "simplify", broken)
+    monkeypatch.setattr(compiler, "simplify", broken)
 
 
 class _WithPart(nn.Module):
@@ -293,7 +293,7 @@ def test_a_broken_simplification_is_found() -> None:
 
 
 def test_a_broken_printer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(printer.INFIX, aten.add.Tensor, "-")
+    monkeypatch.setitem(expressions.INFIX, aten.add.Tensor, "-")
     report = _verify("plain")
     assert report.first_bad_pass == "codegen"
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.verification.verify import verify
@@ -82,3 +83,21 @@ def test_a_model_that_cannot_be_copied() -> None:
     model[0].lock = threading.Lock()
     with pytest.raises(ArgumentError, match=r"its attribute '0\.lock' cannot be copied .TypeError"):
         verify(model, ((torch.randn(2, 8),), {}), tp=2)
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.embed, self.block = nn.Embedding(8, 8), nn.Linear(8, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        y: Tensor = checkpoint(self.block, x, use_reentrant=self.use_reentrant)
+        return (x * y.tanh()).square().sum()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_what_a_model_runs_again_in_backward_has_the_same_parameters(use_reentrant: bool) -> None:
+    report = verify(_Checkpointed(use_reentrant), ((torch.arange(6).view(2, 3),), {}), tp=2)
+    assert report.ok, report

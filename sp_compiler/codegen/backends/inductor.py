@@ -40,7 +40,7 @@ def compile_regions(regions: Sequence[CompiledRegion], products: bool = True) ->
     namespace = load(source)
     # Loaded before it is traced: the functions that are traced are those of the text.
     codes = {name: namespace[text.name] for name, text in texts.items()}
-    # A plan tells what is not compiled; nothing else would, for it runs all the same.
+    # For the plan: nothing else shows what is not compiled, for it runs all the same.
     notes: list[str] = []
     kernels: dict[str, list[Fused]] = {}
     for each in regions:

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
 from sp_compiler.base.errors import UnsupportedError
-from sp_compiler.ir.fx import named_arguments
+from sp_compiler.ir.fx import written_arguments
 
 # The views for which DTensor gathers, or that it raises an error for.
 _GATHERING = tuple(
@@ -190,14 +190,8 @@ def write_whole(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def _written(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[DTensor]:
-    """Return the arguments that ``operation`` writes into."""
-    values = named_arguments(operation, args, kwargs)
-    written = [
-        values[a.name]
-        for a in operation._schema.arguments
-        if a.alias_info is not None and a.alias_info.is_write and a.name in values
-    ]
-    return [x for x in pytree.tree_leaves(written) if isinstance(x, DTensor)]
+    """Return the DTensors that ``operation`` writes into."""
+    return [x for x in written_arguments(operation, args, kwargs) if isinstance(x, DTensor)]
 
 
 def settle_sums(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -38,7 +38,7 @@ from sp_compiler.module.dtensors.gathered_views import (
     settle_sums,
     write_whole,
 )
-from sp_compiler.runtime.mesh_axes import AXIS
+from sp_compiler.runtime.mesh_axes import TENSOR_AXIS
 
 _WHAT_TO_DO = (
     "what to do: compute with parameter.full_tensor(), which all ranks must call and through which "
@@ -222,7 +222,7 @@ def _mesh_of_read(
         return None
     _refuse_gradients(operation, plain)
     mesh: DeviceMesh = next(x.device_mesh for x in tensors if isinstance(x, DTensor))
-    if mesh.ndim > 1 or mesh.mesh_dim_names not in (None, (AXIS,)):
+    if mesh.ndim > 1 or mesh.mesh_dim_names not in (None, (TENSOR_AXIS,)):
         raise UnsupportedError(
             f"{operation} of a plain tensor of shape {tuple(plain[0].shape)} and a DTensor over "
             f"{mesh}, whose ranks may have data of their own: {_WHAT_TO_DO}"
@@ -297,11 +297,11 @@ def _set_data(self: DTensor, value: Tensor) -> None:
         part = _part_like(self, value.detach())
     if part.is_set_to(self._local_tensor):  # of ``p.data += 1``
         return
-    if isinstance(self, GatheredView) or self.device_mesh.mesh_dim_names != (AXIS,):
+    if isinstance(self, GatheredView) or self.device_mesh.mesh_dim_names != (TENSOR_AXIS,):
         # FSDP, for one, gathers from memory of its own, not from the DTensor.
         raise UnsupportedError(
-            f"data of a DTensor over {self.device_mesh} is set, of which others hold the memory: "
-            "write the values: parameter.data.copy_(values)"
+            f"the data of a DTensor over {self.device_mesh} cannot be set, because others hold the "
+            "memory: write the values instead, parameter.data.copy_(values)"
         )
     self._local_tensor = part
     # A backward of before would read the new numbers: it raises, as after any write.

@@ -147,7 +147,7 @@ def _shards(placement: _StridedShard, tensor: Tensor, world_size: int) -> list[T
 
 
 def _has_all(placement: _StridedShard, rows: int, rank: int, world_size: int) -> bool:
-    """Tell whether ``rows`` is what ``rank`` has of all segments."""
+    """Return whether ``rows`` is what ``rank`` has of all segments."""
     segments = _segmentation_of(placement)
     assert segments is not None
     if not segments.units:

@@ -21,6 +21,7 @@ from sp_compiler.base.placement import I, Placement
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.program import Ref
 from sp_compiler.ir.symbolic import evaluate
+from sp_compiler.ir.text import describe_tensor
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.ops.convert import convert
 
@@ -194,7 +195,7 @@ def _num_changes(value: Any) -> int | None:
 def _text(value: Any) -> str:
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
-    return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    return describe_tensor(value)
 
 
 @dataclass(frozen=True)
@@ -291,13 +292,13 @@ class BlockForms:
             for value, form in pairs
         )
         return Shown(
-            self.tp,
-            self.path,
-            tuple(values),
-            forms,
-            positions,
-            full,
-            are_gradients,
-            tuple(map(_needs_gradient, full)),
-            tuple(map(_num_changes, full)),
+            tp=self.tp,
+            path=self.path,
+            values=tuple(values),
+            forms=forms,
+            positions=positions,
+            full=full,
+            are_gradients=are_gradients,
+            need_gradients=tuple(map(_needs_gradient, full)),
+            versions=tuple(map(_num_changes, full)),
         )

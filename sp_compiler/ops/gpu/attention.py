@@ -59,6 +59,15 @@ _OPTIONS = {
     "BLOCKS_ARE_CONTIGUOUS": False,
     "WRITE_DQ": True,
 }
+_SETTINGS = {
+    # The kernels read numbers of rows, and lists of blocks, as if those of one head followed those
+    # of another; Inductor would leave room between them.
+    "comprehensive_padding": False,
+    # Whoever records steps records these kernels with them.
+    "triton.cudagraphs": False,
+}
+# An index of the kernels has 32 bits where their factors have no more elements than this.
+_MAX_INT32 = (1 << 31) - 1
 
 
 class Place(NamedTuple):
@@ -172,7 +181,8 @@ def differentiate(given: Given, place: Place) -> list[Tensor]:
     lse = logsumexp * _LOG2_E
     changed: tuple[Any, ...] = (scores.plain, scores.plain_derivative)
     buffers: tuple[Tensor, ...] = ()
-    grad_lse = None
+    # Zeros, where there is none: not every torch takes None.
+    grad_lse = torch.zeros_like(lse)
     if given.seed is not None:
         delta = (grad.to(lse.dtype) * context).sum(-1)
         changed = scores.dropped, scores.dropped_derivative
@@ -251,9 +261,12 @@ def _block_mask(given: Given) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
     # Without dims of size 1, in which it is repeated.
     mask, dims = given.mask.squeeze(), [i for i, size in enumerate(given.mask.shape) if size != 1]
 
+    # Of a mask they ask nothing: that of a long sequence has more elements than its factors.
+    is_large = mask.numel() > _MAX_INT32
+
     def allowed(*place_and_mask: Tensor) -> Tensor:
         *place, mask = place_and_mask
-        return mask[tuple(place[dim] for dim in dims)]
+        return mask[tuple(place[dim].long() if is_large else place[dim] for dim in dims)]
 
     wide = given.mask.expand(*given.mask.shape[:2], rows, columns)
     wide = torch.nn.functional.pad(wide, (0, -columns % _BLOCK, 0, -rows % _BLOCK))
@@ -300,7 +313,7 @@ def _run(function: Function, given: Given, place: Place) -> Sequence[Tensor] | N
     present = tuple(x for x in given if x is not None)
     layouts = tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in given)
     # Products of float32 are compiled for one precision.
-    key = function, place, layouts, torch.get_float32_matmul_precision()
+    key = function, place, layouts, _float32_precision()
     if key in _COMPILED:
         compiled = _COMPILED[key]
         return None if compiled is None else compiled(*present)
@@ -323,19 +336,27 @@ def _run(function: Function, given: Given, place: Place) -> Sequence[Tensor] | N
     return made
 
 
+def _float32_precision() -> str:
+    # Torch refuses to tell by its older function where the newer setting is another one.
+    newer = torch.backends.cuda.matmul.fp32_precision
+    return torch.get_float32_matmul_precision() if newer == "none" else newer
+
+
 def compile_for(function: Function, given: Given, place: Place) -> _Compiled:
     """Let Inductor compile :func:`compute` or :func:`differentiate` for tensors like these.
 
     What is compiled takes the tensors that are there, in their order.
     """
-    module, fakes = trace_for(function, given, place)
-    compiled: _Compiled = torch._inductor.compile(module, [*fakes])
+    return compile_graph(*trace_for(function, given, place))
+
+
+def compile_graph(module: GraphModule, fakes: Sequence[Tensor]) -> _Compiled:
+    """Let Inductor compile the graph of a function, which was traced with ``fakes``."""
+    compiled: _Compiled = torch._inductor.compile(module, [*fakes], options=_SETTINGS)
     return compiled
 
 
-def trace_for(
-    function: Function, given: Given, place: Place, decompositions: Any = None
-) -> tuple[GraphModule, list[Tensor]]:
+def trace_for(function: Function, given: Given, place: Place) -> tuple[GraphModule, list[Tensor]]:
     """Return the graph of a function, and the fake tensors that it was traced with."""
     has = tuple(x is not None for x in given)
 
@@ -344,6 +365,8 @@ def trace_for(
         return function(Given(*[next(values) if each else None for each in has]), place)  # type: ignore[arg-type]
 
     mode = FakeTensorMode()
-    fakes: list[Tensor] = [mode.from_tensor(x) for x in given if x is not None]
+    # Each its own: of two arguments that are one tensor the graph would read one for both, also in
+    # a call where they are two.
+    fakes = [mode.from_tensor(x).detach() for x in given if x is not None]
     with mode, torch.no_grad():
-        return make_fx(flat, decompositions)(*fakes), fakes
+        return make_fx(flat)(*fakes), fakes

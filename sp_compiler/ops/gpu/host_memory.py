@@ -39,7 +39,7 @@ class _Copies:
         self._sources = sources
         # An original that is changed while it is copied would give either value.
         self._versions = [source._version for source in sources]
-        accelerator = sources[0].device if target == _CPU else target
+        self._device = accelerator = sources[0].device if target == _CPU else target
         # On the current stream, where the memory of a device is used again when it is free.
         self.results = [_empty_as(source, target) for source in sources]
         with _stream_for_copies(accelerator) as stream:
@@ -50,8 +50,7 @@ class _Copies:
 
     def wait(self) -> list[Tensor]:
         """Let the kernels that follow wait for the copies; return these."""
-        if self._event is not None:
-            self._event.wait()
+        self._let_wait()
         for source, version in zip(self._sources, self._versions, strict=True):
             if source._version != version:
                 raise UnsupportedError(
@@ -65,8 +64,13 @@ class _Copies:
     def __del__(self) -> None:
         # Copies that nobody waited for still use memory that is free now, and which kernels that
         # follow may get.
-        if self._event is not None and self._sources:
-            self._event.wait()
+        if self._sources:
+            self._let_wait()
+
+    def _let_wait(self) -> None:
+        if self._event is not None:
+            # Else those of the current device would, which need not be that of the tensors.
+            self._event.wait(torch.accelerator.current_stream(self._device))
 
 
 @contextmanager

@@ -42,8 +42,10 @@ def require_in_range(low: int, high: int, size: int, what: str, when: str = "") 
 
 @dataclass(frozen=True)
 class _Sent:
-    bounds: list[IdBounds]
+    # Without the bounds on the device, where nothing of a forward is kept that backward needs not.
+    lookups: list[tuple[int, str]]
     copy: HostCopy
+    device: torch.device
     trains: bool
 
 
@@ -79,9 +81,13 @@ class IdChecks:
         self.wanted = False
         if not self._noted or self._is_collecting:
             return
-        copy = HostCopy(torch.stack([each.bounds for each in self._noted]))
-        self._sent.append(_Sent(self._noted, copy, torch.is_grad_enabled()))
-        self._noted = []
+        noted, self._noted = self._noted, []
+        bounds = torch.stack([each.bounds for each in noted])
+        # Nobody would read what replays of the user's graph tell.
+        if not is_recorded(bounds.device):
+            lookups = [(each.size, each.what) for each in noted]
+            grad_enabled = torch.is_grad_enabled()
+            self._sent.append(_Sent(lookups, HostCopy(bounds), bounds.device, grad_enabled))
 
     def settle(self) -> None:
         """Raise an error if ids of an earlier call were out of range, on every rank alike; else
@@ -94,10 +100,18 @@ class IdChecks:
         if self._is_collecting:
             return
         self._noted = []  # of a forward that failed
+        # To wait for the device would end the recording.
+        if self._sent and is_recorded(self._sent[0].device):
+            return
         # The device still has the backward of the last call to do while the host waits for its
         # forward. Without a backward it would run dry: the host waits for the call before.
         keep = 0 if self._sent and self._sent[-1].trains else 1
         while len(self._sent) > keep:
             sent = self._sent.pop(0)
-            for each, (low, high) in zip(sent.bounds, sent.copy.numbers(), strict=True):
-                require_in_range(low, high, each.size, each.what, " in an earlier call")
+            for (size, what), (low, high) in zip(sent.lookups, sent.copy.numbers(), strict=True):
+                require_in_range(low, high, size, what, " in an earlier call")
+
+
+def is_recorded(device: torch.device) -> bool:
+    """Return whether what ``device`` is told now is recorded in a CUDA graph, and not run."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

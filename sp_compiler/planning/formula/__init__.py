@@ -93,8 +93,8 @@ class ActivationFormula:
             return
         if not self._tells_batch_in(formula):
             yield (
-                "the batch of this plan is one, and not told from other sizes of 1: other sizes "
-                "need a plan whose example has a batch of two or more"
+                "the batch of this plan is 1, and its formulas cannot tell it from other sizes of "
+                "1: for other sizes make a plan with a batch of two or more"
             )
         for name, size in self.symbols.items():
             if not size.has_role and name not in sizes and symbol_of(name) in formula.free_symbols:
@@ -127,7 +127,8 @@ class ActivationFormula:
         return replace(self, symbols={**self.symbols, "b": replace(known, value=1)})
 
     def same_bytes(self, other: ActivationFormula) -> bool:
-        """Tell whether each tensor, block and the total have the bytes of ``other``, sizes too."""
+        """Return whether ``other`` has the same sizes, and as many bytes of each tensor and block
+        and in total."""
         return self._bytes() == other._bytes()
 
     def _bytes(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ WORLD = sympy.Symbol("t", positive=True, integer=True)
 
 
 def symbol_of(name: str) -> sympy.Symbol:
+    """Return the symbol of a size; a size is a positive integer, which lets sympy simplify."""
     return sympy.Symbol(name, positive=True, integer=True)
 
 

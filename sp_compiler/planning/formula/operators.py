@@ -37,6 +37,7 @@ from sp_compiler.planning.formula.sizes import (
 )
 from sp_compiler.rules.factors import Factor
 from sp_compiler.rules.families.views import permutation
+from sp_compiler.rules.registry import result_values
 from sp_compiler.rules.table import is_pointwise, rule_for
 
 aten = torch.ops.aten
@@ -44,12 +45,8 @@ aten = torch.ops.aten
 Shape = tuple[Dim, ...]
 
 
-def values_of(node: Node) -> list[Any]:
-    value = node.meta["val"]
-    return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
 def unsharded(shape: Shape, placement: Placement, world_size: int) -> Shape:
+    """Return the full shape of a value whose part on one rank has ``shape``."""
     if placement.kind != "S":
         return shape
     return tuple(
@@ -61,6 +58,7 @@ def unsharded(shape: Shape, placement: Placement, world_size: int) -> Shape:
 
 
 def one_ranks_part(shape: Shape, placement: Placement, world_size: int) -> Shape:
+    """Return the shape of one rank's part of a value whose full shape is ``shape``."""
     if placement.kind != "S":
         return shape
     if placement.units:
@@ -88,6 +86,7 @@ def _shared_units(dim: Dim, placement: Any, world_size: int) -> Dim:
 
 
 def results_of(node: Node, known: dict[str, list[Shape]]) -> list[Shape]:
+    """Return the shapes of all results of ``node``; ``known``: those of its operands, by name."""
     if node.target is operator.getitem:
         return [known[node.args[0].name][node.args[1]]]
     operands = [known[source.name][0] for source in tensor_operands(node)]
@@ -191,7 +190,7 @@ def _view(node: Node, operands: Sequence[Shape]) -> list[Shape]:
 
 
 def _same(node: Node, operands: Sequence[Shape]) -> list[Shape]:
-    return [operands[0]] * len(values_of(node))
+    return [operands[0]] * len(result_values(node))
 
 
 def _converted(node: Node, operands: Sequence[Shape]) -> list[Shape]:
@@ -254,7 +253,7 @@ def _lookup(node: Node, operands: Sequence[Shape]) -> list[Shape]:
 def _split(node: Node, operands: Sequence[Shape]) -> list[Shape]:
     (shape,) = operands
     dim = arguments(node)["dim"] % len(shape)
-    parts = parts_of(shape[dim], [value.shape[dim] for value in values_of(node)])
+    parts = parts_of(shape[dim], [value.shape[dim] for value in result_values(node)])
     return [(*shape[:dim], part, *shape[dim + 1 :]) for part in parts]
 
 

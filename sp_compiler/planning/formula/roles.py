@@ -48,6 +48,8 @@ MEANINGS = {
 
 @dataclass(frozen=True)
 class Role:
+    """A dim that has a role in the model; ``letter``: a key of :data:`MEANINGS`."""
+
     letter: str
     dim: Dim
 

@@ -28,7 +28,6 @@ from sp_compiler.planning.formula.operators import (
     one_ranks_part,
     results_of,
     unsharded,
-    values_of,
 )
 from sp_compiler.planning.formula.sizes import (
     Atom,
@@ -37,6 +36,7 @@ from sp_compiler.planning.formula.sizes import (
     unify,
     unknown,
 )
+from sp_compiler.rules.registry import result_values
 
 
 @dataclass
@@ -169,7 +169,7 @@ def _fresh(value: Any, has_batch_of_one: bool = False) -> Shape:
 def _checked(node: Node, derived: Sequence[Shape], has_batch_of_one: bool) -> list[Shape]:
     """Return what was derived, and unknowns for dims that do not have the size of the value's."""
     results = []
-    for position, value in enumerate(values_of(node)):
+    for position, value in enumerate(result_values(node)):
         fresh = _fresh(value, has_batch_of_one)
         shape = derived[position] if position < len(derived) else fresh
         # Rather an unknown than a wrong name; the sum of all bytes is compared in the end.

@@ -63,7 +63,7 @@ _LOCAL_GROUPS: LocalArguments = {
 def _group_norm(node: Node) -> OpRule:
     """Channels may be sharded by groups.
 
-    Results of the native form: the normalised input and two statistics per sample and group. Of its
+    Results of the native form: the normalized input and two statistics per sample and group. Of its
     backward: the gradients of the input, and of weight and bias summed over everything else.
     """
     args = arguments(node)
@@ -96,7 +96,7 @@ def _group_norm(node: Node) -> OpRule:
 def _batch_norm(node: Node) -> OpRule:
     """Each channel has its own statistics, over the batch and the image.
 
-    Results: the normalised input and two statistics per channel, which are empty where the running
+    Results: the normalized input and two statistics per channel, which are empty where the running
     ones are used. Of the backward: the gradients of input, weight and bias.
     """
     args = arguments(node)
@@ -163,8 +163,8 @@ def _safe_softmax(node: Node) -> OpRule:
     return OpRule((dims,), (dims,))
 
 
-def _normalised(node: Node) -> tuple[Dims, int]:
-    """Dims of the input of a norm, the normalised ones blocked, and how many come before those."""
+def _normalized(node: Node) -> tuple[Dims, int]:
+    """Dims of the input of a norm, the normalized ones blocked, and how many come before those."""
     shape = shape_of(arguments(node)["input"])
     num_rows = len(shape) - len(arguments(node)["normalized_shape"])
     return numbered(shape, blocked=range(num_rows, len(shape))), num_rows
@@ -183,8 +183,8 @@ def _norm_operands(node: Node, dims: Dims, num_rows: int) -> tuple[Dims, ...]:
 
 @rule("aten::native_layer_norm", "aten::_fused_rms_norm")
 def _norm(node: Node) -> OpRule:
-    """Results: the normalised input and one or two statistics per row."""
-    dims, num_rows = _normalised(node)
+    """Results: the normalized input and one or two statistics per row."""
+    dims, num_rows = _normalized(node)
     statistics = (*dims[:num_rows], *[()] * (len(dims) - num_rows))
     results = (dims, *[statistics] * (len(result_values(node)) - 1))
     return OpRule(_norm_operands(node, dims, num_rows), results)
@@ -193,7 +193,7 @@ def _norm(node: Node) -> OpRule:
 @rule("aten::native_layer_norm_backward", "aten::_fused_rms_norm_backward")
 def _norm_backward(node: Node) -> OpRule:
     """Results: the gradients of the input, and of weight and bias summed over the rows."""
-    dims, num_rows = _normalised(node)
+    dims, num_rows = _normalized(node)
     results = (dims, *[dims[num_rows:]] * (len(result_values(node)) - 1))
     # Gradients of weight and bias add up over rows: partial wherever the rows are cut.
     rows = tuple(factor for dim in dims[:num_rows] for factor in dim)

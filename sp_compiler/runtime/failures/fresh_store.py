@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from sp_compiler.base.errors import ArgumentError, RankMismatchError
 
-_LOOK_EVERY_S = 0.01
+_LOOK_EVERY_S = 0.01  # how often a rank asks the store whether the others have come
 
 
 def fresh_store(timeout: float = 300.0) -> dist.Store:

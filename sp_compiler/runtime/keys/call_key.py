@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_compiler.base.autocast import Autocast, autocast_state
+from sp_compiler.ir.text import describe_tensor, dtype_name
 
 Attribute = tuple[str, str]
 """Path of a module and name of an attribute."""
@@ -49,9 +50,7 @@ class Constant:
     def short(self) -> str:
         """Return the beginning of the value as text."""
         if isinstance(self.value, Tensor):
-            return (
-                f"a tensor {str(self.value.dtype).removeprefix('torch.')} {tuple(self.value.shape)}"
-            )
+            return f"a tensor {describe_tensor(self.value)}"
         text = self.text.partition(":")[2]
         return text if len(text) <= 40 else f"{text[:40]} ..."
 
@@ -213,7 +212,7 @@ def leaf_text(leaf: Any) -> str:
         return leaf.short()
     shape, dtype, device, requires_grad = leaf
     grad = "requires grad" if requires_grad else "requires no grad"
-    return f"{str(dtype).removeprefix('torch.')} {tuple(shape)} on {device}, {grad}"
+    return f"{dtype_name(dtype)} {tuple(shape)} on {device}, {grad}"
 
 
 def _indices(flags: bytes) -> str:

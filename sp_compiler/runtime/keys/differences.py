@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 
+from sp_compiler.ir.text import dtype_name
 from sp_compiler.runtime.keys.call_key import Attribute, CallKey
 
 _MANY = 3
@@ -33,13 +34,13 @@ def differences(
     if len(old.parameters) == len(new.parameters):
         changed += _of_parameters(list(parameters), old, new)
     if old.autocast != new.autocast:
-        kinds = [f"{device} {str(dtype).removeprefix('torch.')}" for device, dtype in new.autocast]
+        kinds = [f"{device} {dtype_name(dtype)}" for device, dtype in new.autocast]
         changed.append(f"autocast {', '.join(kinds)}" if kinds else "no autocast")
     changed += _of_attributes(old, new, before)
     if old.loss_only != new.loss_only:
         changed.append("the loss alone" if new.loss_only else "all outputs")
     if old.default_dtype != new.default_dtype:
-        changed.append(f"default dtype {str(new.default_dtype).removeprefix('torch.')}")
+        changed.append(f"default dtype {dtype_name(new.default_dtype)}")
     return changed
 
 
@@ -50,7 +51,7 @@ def _of_parameters(names: Sequence[str], old: CallKey, new: CallKey) -> list[str
     others = [name for name, before, now in pairs if before[0] != now[0]]
     if others:
         which = "all parameters" if len(others) == len(names) else listed(others)
-        kinds = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        kinds = sorted(map(dtype_name, dtypes))
         changed.append(f"dtype {kinds[0]} of {which}" if len(kinds) == 1 else f"dtypes of {which}")
     if any(before[1] != now[1] for _, before, now in pairs):
         trained = [name for name, _, now in pairs if now[1]]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
+from sp_compiler.ir.text import dtype_name
 from sp_compiler.trace.attributes.changes import Key, replaced_forward
 
 _Buffers = dict[Key, Tensor | None]
@@ -41,12 +42,12 @@ class SetBuffers:
 
 
 @contextlib.contextmanager
-def set_buffers_written(model: nn.Module, left: Collection[str]) -> Iterator[SetBuffers]:
+def set_buffers_written(model: nn.Module, unchanged: Collection[str]) -> Iterator[SetBuffers]:
     """While ``model`` is exported: its forward writes into the buffers that it sets.
 
     Args:
         model: the model.
-        left: paths of modules whose buffers stay as they are.
+        unchanged: paths of modules whose buffers stay as they are.
     """
     found = SetBuffers()
     forward = model.forward
@@ -65,7 +66,7 @@ def set_buffers_written(model: nn.Module, left: Collection[str]) -> Iterator[Set
         found.lost.clear()
         found.lost_sizes.clear()
         found.written.clear()
-        return _written(before, after, result, found, left)
+        return _written(before, after, result, found, unchanged)
 
     with mock.patch.dict(hooks), replaced_forward(model, writing):
         yield found
@@ -90,7 +91,7 @@ def _restore(model: nn.Module, before: _Buffers) -> None:
 
 
 def _written(
-    before: _Buffers, after: _Buffers, result: Any, found: SetBuffers, left: Collection[str]
+    before: _Buffers, after: _Buffers, result: Any, found: SetBuffers, unchanged: Collection[str]
 ) -> Any:
     """Write what was set; return ``result`` with the values from before that."""
     names: dict[int, list[Key]] = {}
@@ -103,8 +104,8 @@ def _written(
         if old is new:
             continue
         is_one = all(after.get(each) is new for each in names.get(id(old), ()))
-        is_left = old is None or new is None or key[0] in left
-        if is_left or _described(old) != _described(new) or not is_one:
+        stays = old is None or new is None or key[0] in unchanged
+        if stays or _described(old) != _described(new) or not is_one:
             text = f"{_described(old)} -> {_described(new)}" if is_one else "no longer shared"
             found.lost[".".join(filter(None, key))] = text
             found.lost_sizes.setdefault(key[0], set()).update(_changed_sizes(old, new))
@@ -139,8 +140,7 @@ def _changed_sizes(old: Tensor | None, new: Tensor | None) -> Iterator[int]:
 def _described(value: Tensor | None) -> str:
     if value is None:
         return "None"
-    dtype = str(value.dtype).removeprefix("torch.")
-    return f"{dtype} {list(value.shape)} on {value.device}"
+    return f"{dtype_name(value.dtype)} {list(value.shape)} on {value.device}"
 
 
 def _storage(value: Tensor) -> StorageWeakRef | None:

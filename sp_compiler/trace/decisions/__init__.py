@@ -32,9 +32,9 @@ from sp_compiler.trace.decisions.sources import (
     Sources,
     computation,
     extracted,
+    is_under_autocast,
     node_of,
     storage_of,
-    under_autocast,
 )
 from sp_compiler.trace.foreign_random import ForeignDraw, drawing_from_torch
 from sp_compiler.trace.tracer_patches import (
@@ -272,7 +272,7 @@ class _ReadMode(TorchFunctionMode):
         """Return the nodes that compute ``node``, and why no call can do so before, or ""."""
         parts = computation(node)
         refusal = next(filter(None, map(self._sources.refusal, parts)), "")
-        if not refusal and under_autocast(parts):
+        if not refusal and is_under_autocast(parts):
             refusal = "a computation under an autocast of its own"
         return parts, refusal
 

@@ -13,10 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
-from torch.fx.node import map_arg
 
 from sp_compiler.base.decisions import NumberRead
 from sp_compiler.base.warn import user_line
+from sp_compiler.ir.fx import mutates, written_operands
 from sp_compiler.ir.program import Ref
 
 # Modules of the functions that compute with sizes.
@@ -87,25 +87,11 @@ def computation(node: Node) -> list[Node]:
     wanted, storages = {node}, {storage_of(node)} - {None}
     needed = []
     for each in reversed(node.graph.nodes):
-        if each in wanted or any(storage_of(x) in storages for x in _written(each)):
+        if each in wanted or any(storage_of(x) in storages for x in written_operands(each)):
             needed.append(each)
             wanted.update(each.all_input_nodes)
             storages |= {storage_of(x) for x in each.all_input_nodes} - {None}
     return needed[::-1]
-
-
-def _written(node: Node) -> list[Node]:
-    """Return the operands that ``node`` writes into."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return []
-    written: list[Node] = []
-    for index, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            by_name = node.kwargs.get(argument.name)
-            # A list of tensors is written as one operand.
-            map_arg(node.args[index] if index < len(node.args) else by_name, written.append)
-    return written
 
 
 def storage_of(node: Node) -> int | None:
@@ -114,7 +100,7 @@ def storage_of(node: Node) -> int | None:
     return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
 
 
-def under_autocast(parts: Sequence[Node]) -> bool:
+def is_under_autocast(parts: Sequence[Node]) -> bool:
     """Return whether a floating value of ``parts`` is computed inside an autocast of the model."""
     # Before a call only the caller's own autocast is on.
     depth, inside = 0, set()
@@ -143,5 +129,5 @@ def extracted(node: Node, parts: Sequence[Node], sources: Sources) -> NumberRead
     graph.output(copies[node])
     refs = [sources.refs[part] for part in inputs]
     names = tuple(ref.index if ref.kind == "input" else ref.name for ref in refs)
-    writes = any(_written(part) for part in parts)
+    writes = any(map(mutates, parts))
     return NumberRead(user_line(), "", GraphModule(root, graph), names, writes)

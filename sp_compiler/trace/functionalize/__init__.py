@@ -28,15 +28,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from sp_compiler.base.pass_report import Pass
-from sp_compiler.ir.fx import calls
+from sp_compiler.ir.fx import calls, mutates, written_operands
 from sp_compiler.ir.rewriting import fake_mode_of, inherit, make_call, replace_results
 from sp_compiler.trace.functionalize.composites import call_signature, is_composite, trace_call
 from sp_compiler.trace.functionalize.hidden_writes import (
     is_itself,
-    mutates,
     refuse_hidden_writes,
     storages,
-    written,
 )
 from sp_compiler.trace.functionalize.regions import (
     AUTOCAST,
@@ -152,7 +150,7 @@ def _nodes(module: GraphModule) -> Iterator[Node]:
 
 def _is_simple(node: Node) -> bool:
     """Return whether the node writes nothing in place and its value consists of plain tensors and
-    sizes that the inputs tell."""
+    of sizes that follow from those of the inputs."""
     for leaf in pytree.tree_leaves(node.meta.get("val")):
         if isinstance(leaf, Tensor) and (type(leaf) is not FakeTensor or leaf.is_conj()):
             return False
@@ -165,7 +163,7 @@ def _is_simple(node: Node) -> bool:
         return True
     if isinstance(node.meta["val"], torch.SymInt):
         return True
-    if not isinstance(node.target, OpOverload) or node.target._schema.is_mutable:
+    if not isinstance(node.target, OpOverload) or mutates(node):
         return False
     return not _updates_statistics(node)
 
@@ -205,7 +203,7 @@ def _detach_what_is_written(graph: Graph) -> None:
     """Detach what operators write into a tensor, which outside of the region may have a gradient
     later."""
     for node in filter(mutates, list(graph.nodes)):
-        targets = written(node)
+        targets = written_operands(node)
         for source in [x for x in node.all_input_nodes if x not in targets and _is_tensor(x)]:
             with graph.inserting_before(node):
                 detached = make_call(

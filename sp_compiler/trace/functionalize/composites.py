@@ -16,6 +16,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from sp_compiler.ir.fx import mutates
+
 
 def is_composite(target: Any) -> bool:
     """Return whether an operator is implemented by others alone, for every device."""
@@ -54,8 +56,6 @@ def trace_call(node: Node, mode: FakeTensorMode) -> Graph:
         graph = make_fx(call)(*values).graph
         # Some composites write to what they make, feature dropout to its noise. Not always: under
         # functionalize others are made of other operators, dropout of what draws a mask.
-        if any(
-            isinstance(x.target, OpOverload) and x.target._schema.is_mutable for x in graph.nodes
-        ):
+        if any(map(mutates, graph.nodes)):
             graph = make_fx(torch.func.functionalize(call))(*values).graph
         return graph

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.base.provenance import node_origin
-from sp_compiler.ir.fx import arguments, carries_gradient
+from sp_compiler.ir.fx import arguments, carries_gradient, mutates, written_operands
 from sp_compiler.ir.op_traits import FILLED
 from sp_compiler.ir.symbolic import same_shape
 from sp_compiler.trace.functionalize.regions import AUTOCAST, SET_GRAD, body_of, operands_of
@@ -49,23 +49,6 @@ _WITHOUT_GRADIENT = frozenset(
 )
 
 
-def mutates(node: Node) -> bool:
-    """Return whether the operator writes in place, by its schema."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
-def written(node: Node) -> list[Node]:
-    """Return the operands that a call of such an operator writes into: ``x`` of ``x.add_(y)``."""
-    given = arguments(node)
-    return [
-        source
-        for argument in node.target._schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-        for source in pytree.tree_leaves(given.get(argument.name))
-        if isinstance(source, Node)
-    ]
-
-
 def storages(value: Any) -> list[StorageWeakRef]:
     """Return the storages of the tensors that a node returns: views have that of their base."""
     leaves = pytree.tree_leaves(value.meta.get("val")) if isinstance(value, Node) else []
@@ -80,7 +63,7 @@ def is_itself(node: Node) -> bool:
     """Return whether the operator has returned its operand, the same object: ``x.float()`` of
     float32, ``x.add_(y)``. What uses ``x`` afterwards is recorded as a user of this node."""
     if mutates(node):
-        return written(node) == [node.args[0]] and storages(node) == storages(node.args[0])
+        return written_operands(node) == [node.args[0]] and storages(node) == storages(node.args[0])
     if node.target in _DROPOUTS:
         # By its arguments: the tracer runs another operator, which returns a new tensor.
         given = arguments(node)
@@ -174,7 +157,7 @@ class _Walk:
         recorded = [source for source in sources if records and source not in detached]
         if mutates(node):
             self.refuse_reads(recorded)
-            targets = written(node)
+            targets = written_operands(node)
             for target in targets:
                 computed = set(storages(target)) - self.given
                 is_hidden = not records or target in detached

@@ -37,8 +37,8 @@ from sp_compiler.ir.symbolic import same_shape
 from sp_compiler.trace.masked_rows.put_back import SINKS, PutBack, covers
 from sp_compiler.trace.masked_rows.reduced import Reductions
 from sp_compiler.trace.masked_rows.rows import (
-    Declined,
     Rows,
+    RowsRefused,
     RowValues,
     is_mask,
     is_pointwise,
@@ -93,7 +93,7 @@ class _Rewrite:
             self._values.node = node
             try:
                 self._visit(node)
-            except Declined as reason:
+            except RowsRefused as reason:
                 raise CaptureError(
                     f"rows are chosen by the numbers in a tensor, and {reason} ({node.target}); "
                     f"use masks and torch.where in place of boolean indexing\n{node_origin(node)}"
@@ -141,7 +141,7 @@ class _Rewrite:
         elif target in _RESHAPES and len(shape_of(mask)) == 1 and len(shape_of(node)) == 1:
             self._values.rows[node] = self._column(mask, 0)
         elif target is not _aten.sym_size.int:
-            raise Declined("their places are not taken apart")
+            raise RowsRefused("their places are not taken apart")
 
     def _column(self, mask: Node, axis: Any) -> Rows:
         axis %= len(shape_of(mask))
@@ -158,22 +158,22 @@ class _Rewrite:
         chosen = [index for _, index in places if index in self._values.rows or is_mask(index)]
         if not chosen:
             if x in self._values.rows:
-                raise Declined("rows are taken out of them")
+                raise RowsRefused("rows are taken out of them")
             return
         if x in self._values.rows or len(chosen) != len(places):
-            raise Declined("rows are taken out of them")
+            raise RowsRefused("rows are taken out of them")
         first = places[0][0]
         if any(len(shape_of(index)) != 1 for index in chosen if index in self._values.rows):
-            raise Declined("their places are a table")
+            raise RowsRefused("their places are a table")
         if any(map(is_mask, chosen)):
             if len(places) != 1 or chosen[0] in self._values.rows:
-                raise Declined("a mask is one of several places")
+                raise RowsRefused("a mask is one of several places")
             mask = self._known_mask(chosen[0])
             axes = tuple(range(len(shape_of(mask))))
             self._values.rows[node] = self._entered(Rows(mask, x, first, axes), x)
             return
         if [dim for dim, _ in places] != list(range(first, first + len(places))):
-            raise Declined("they are indexed by dims that are apart")
+            raise RowsRefused("they are indexed by dims that are apart")
         rows = self._taken(x, first, [self._values.rows[index] for index in chosen])
         self._values.rows[node] = self._entered(rows, node)
 
@@ -183,7 +183,7 @@ class _Rewrite:
         assert isinstance(x, Node)
         assert isinstance(mask, Node)
         if x in self._values.rows or mask in self._values.rows:
-            raise Declined("rows are taken out of them")
+            raise RowsRefused("rows are taken out of them")
         mask, shape = self._known_mask(mask), torch.broadcast_shapes(shape_of(x), shape_of(mask))
         # Of each call of a module its own, as the places in RowValues.hit.
         key = str(node.meta.get("nn_module_stack")), mask, str(shape)
@@ -213,7 +213,7 @@ class _Rewrite:
         """``x[..., i, j]``: ``x`` itself if the indices are those of the mask."""
         mask = places[0].mask
         if any(each.mask is not mask or len(shape_of(x)) <= first for each in places):
-            raise Declined("they are mixed with those of another mask")
+            raise RowsRefused("they are mixed with those of another mask")
         if covers(x, first, places):
             columns = [each.column for each in places]
             order = sorted(range(len(places)), key=lambda position: columns[position] or 0)
@@ -243,7 +243,7 @@ class _Rewrite:
         if target is _aten.gather.default and {x, *others} <= self._values.rows.keys():
             return self._looked_up(node, bound)
         if x not in self._values.rows or any(other in self._values.rows for other in others):
-            raise Declined("they are combined with each other")
+            raise RowsRefused("they are combined with each other")
         return self._row_by_row(node, x, bound)
 
     def _row_by_row(self, node: Node, x: Node, bound: Mapping[str, Any]) -> Rows:
@@ -264,7 +264,7 @@ class _Rewrite:
             if dim > rows.dim:
                 given = {**bound, "self": rows.node, "dim": dim - rank}
                 return replace(rows, node=self._values.call(target, *given.values()))
-        raise Declined("they are not computed row by row")
+        raise RowsRefused("they are not computed row by row")
 
     def _looked_up(self, node: Node, bound: Mapping[str, Any]) -> Rows:
         """``gather(x, dim, index)`` of rows of both, such as the score of each row's class."""
@@ -272,7 +272,7 @@ class _Rewrite:
         (x, index), rank = operands, len(shape_of(node))
         dim, right = bound["dim"] % rank, rank - x.dim - 1
         if x.mask is not index.mask or x.dim != index.dim or dim <= x.dim:
-            raise Declined("they are combined with each other")
+            raise RowsRefused("they are combined with each other")
         axes = union(operands)
         sizes = [shape_of(x.mask)[axis] for axis in axes]
         wide = []
@@ -292,7 +292,7 @@ class _Rewrite:
         old, new = shape_of(node.args[0]), shape_of(node)
         dims = [dim for dim, size in enumerate(new) if free_unbacked_symbols(size)]
         if len(dims) != 1 or not same_shape([new[dims[0]]], [old[rows.dim]]):
-            raise Declined("their dim is split or merged")
+            raise RowsRefused("their dim is split or merged")
         dim, sizes = dims[0], [shape_of(rows.mask)[axis] for axis in rows.axes]
         shape = [*new[:dim], *sizes, *new[dim + 1 :]]
         plain = [size for size in new if isinstance(size, int)]
@@ -301,7 +301,7 @@ class _Rewrite:
         elif math.prod(old[: rows.dim]) == math.prod(new[:dim]):
             value = self._values.call(_aten.reshape.default, rows.node, shape)
         else:
-            raise Declined("their dim is split or merged")
+            raise RowsRefused("their dim is split or merged")
         ones = len(old) == 1 and all(size == 1 for size in plain)
         expanded = rows.flat is not None and node.target is _aten.expand.default
         flat = rows if ones else rows.flat if expanded else None

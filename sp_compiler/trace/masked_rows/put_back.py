@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from sp_compiler.ir.fx import arguments, shape_of
 from sp_compiler.ir.symbolic import same_shape
-from sp_compiler.trace.masked_rows.rows import Declined, Rows, RowValues, is_mask, union
+from sp_compiler.trace.masked_rows.rows import Rows, RowsRefused, RowValues, is_mask, union
 
 _aten = torch.ops.aten
 _COMPARISONS = (_aten.eq.Scalar, _aten.eq.Tensor, _aten.one_hot.default)
@@ -44,14 +44,14 @@ class PutBack:
             return
         # Rows written among rows would need to know which of them are chosen twice.
         if base in self._values.rows or value not in self._values.rows:
-            raise Declined("they are written into each other")
+            raise RowsRefused("they are written into each other")
         given = arguments(node)
         # Tokens lie in dim 0; a factor has no place where sums are rewritten.
         if given.get("dim", 0) != 0 or given.get("alpha", 1) != 1:
-            raise Declined("they go back to other places")
+            raise RowsRefused("they go back to other places")
         places = [self._values.rows[index] for index in indices if index in self._values.rows]
         if any(not same_shape(shape_of(x)[1:], shape_of(base)[1:]) for x in indices if is_table(x)):
-            raise Declined("they go back to other places")
+            raise RowsRefused("they go back to other places")
         rows, right = self._values.rows[value], len(shape_of(value)) - 1
         mask = rows.mask
         # ``y[mask] = ...`` names all axes of the mask, ``index_add(0, t, ...)`` those of its
@@ -72,16 +72,16 @@ class PutBack:
             same = same and covers(base, 0, places)
             same = same and [each.column for each in places] == list(axes)
         if not same or rows.dim != 0 or right != len(shape_of(base)) - len(axes):
-            raise Declined("they go back to other places")
+            raise RowsRefused("they go back to other places")
         if not accumulate and len(axes) < len(shape_of(mask)) and not _chooses_once(mask, axes):
-            raise Declined("one row may be written several times, and only one write stays")
+            raise RowsRefused("one row may be written several times, and only one write stays")
         if accumulate:
             result = self._values.call(_aten.add.Tensor, base, self._summed(value, axes, right))
         else:
             hit = self._values.hit(mask, axes, right)
             picked = self._picked(value, axes, right)
             result = self._values.call(_aten.where.self, hit, picked, base)
-        self._finish(node, result)
+        self._values.substitute(node, result)
 
     def _write_number(self, node: Node, base: Node, indices: Sequence[Node], number: Node) -> None:
         """``y[torch.where(mask)] = number``: it does not matter which row writes it."""
@@ -90,16 +90,16 @@ class PutBack:
         same = all(each.mask is places[0].mask for each in places)
         same = same and len(places) == len(indices) and [each.column for each in places] == axes
         if not same or number in self._values.rows or not covers(base, 0, places):
-            raise Declined("a number is written at other places")
+            raise RowsRefused("a number is written at other places")
         right = len(shape_of(base)) - len(axes)
         hit = self._values.hit(places[0].mask, tuple(axes), right)
-        self._finish(node, self._values.call(_aten.where.self, hit, number, base))
+        self._values.substitute(node, self._values.call(_aten.where.self, hit, number, base))
 
     def _add_anywhere(self, node: Node, base: Node, places: Sequence[Rows], value: Node) -> None:
         """Add all rows at their positions, with zeros where the mask selects none."""
         rows, rest = self._values.rows[value], list(shape_of(base))[1:]
         if len(places) != 1 or rows.dim != 0 or not same_shape(shape_of(value)[1:], rest):
-            raise Declined("they go back to other places")
+            raise RowsRefused("they go back to other places")
         every = tuple(range(len(shape_of(rows.mask))))
         sizes = [shape_of(rows.mask)[axis] for axis in every]
         count = math.prod(sizes)
@@ -110,13 +110,11 @@ class PutBack:
         index = self._values.call(_aten.where.ScalarOther, hit, index, 0)
         index = self._values.call(_aten.reshape.default, index, [count])
         kept = self._values.call(
-            _aten.reshape.default, self._values.left(value, len(rest)), [count, *rest]
+            _aten.reshape.default, self._values.zero_filled(value, len(rest)), [count, *rest]
         )
-        self._finish(node, self._values.call(_aten.index_add.default, base, 0, index, kept))
-
-    def _finish(self, node: Node, result: Node) -> None:
-        result.meta["val"] = node.meta["val"]
-        node.replace_all_uses_with(result)
+        self._values.substitute(
+            node, self._values.call(_aten.index_add.default, base, 0, index, kept)
+        )
 
     def _summed(self, value: Node, axes: tuple[int, ...], right: int) -> Node:
         """The sum of the selected rows at each position of ``axes``, which the value may lack."""
@@ -124,7 +122,7 @@ class PutBack:
         rows = known[value]
         others = [axis for axis in range(len(shape_of(rows.mask))) if axis not in axes]
         if not others:
-            return self._values.left(value, right)
+            return self._values.zero_filled(value, right)
         if value.target is _aten.mul.Tensor:
             # A factor that the sum does not run over comes behind it: it is the wider one.
             for inner, outer in (value.args, value.args[::-1]):
@@ -161,8 +159,10 @@ class PutBack:
     def _sum(self, value: Node, axes: Sequence[int], right: int) -> Node:
         # PyTorch sums integers in int64, and the model's graph has their own type.
         if not value.meta["val"].is_floating_point():
-            raise Declined("a sum of them would have another type")
-        return self._values.call(_aten.sum.dim_IntList, self._values.left(value, right), axes)
+            raise RowsRefused("a sum of them would have another type")
+        return self._values.call(
+            _aten.sum.dim_IntList, self._values.zero_filled(value, right), axes
+        )
 
 
 def covers(x: Node, first: int, places: Sequence[Rows]) -> bool:
@@ -200,6 +200,7 @@ def _viewed(node: Node) -> Node:
 
 
 def is_table(index: Any) -> bool:
+    """Return whether ``index`` is a tensor of places with several dims."""
     return isinstance(index, Node) and not is_mask(index) and len(shape_of(index)) > 1
 
 

@@ -12,7 +12,7 @@ from torch.fx import Node
 from sp_compiler.ir.fx import arguments, shape_of
 from sp_compiler.ir.symbolic import same_shape
 from sp_compiler.ops.alignments import CTC_LOSS, LEFT_OUT
-from sp_compiler.trace.masked_rows.rows import Declined, Rows, RowValues
+from sp_compiler.trace.masked_rows.rows import Rows, RowsRefused, RowValues
 
 _aten = torch.ops.aten
 _SUMS = (_aten.sum.default, _aten.sum.dim_IntList)
@@ -55,7 +55,7 @@ class Reductions:
         if target is CTC_LOSS.overload:
             return self._of_alignments(node, bound)
         if target in _OF_PAIRS and bound["reduction"] != _NONE:
-            self._finish(node, self._pairs(node, bound))
+            self._values.substitute(node, self._pairs(node, bound))
         elif target in (*_SUMS, *_MEANS):
             x = bound["self"]
             rank, dim = len(shape_of(x)), self._values.rows[x].dim
@@ -65,7 +65,7 @@ class Reductions:
             result = self._reduced(node, x, dims, mean=target in _MEANS)
             if bound.get("keepdim"):
                 result = self._values.call(_aten.reshape.default, result, shape_of(node))
-            self._finish(node, result)
+            self._values.substitute(node, result)
         else:
             return False
         return True
@@ -100,7 +100,7 @@ class Reductions:
         cast = {} if given == wide or not wide.is_floating_point else {"dtype": wide}
         right, added = len(shape_of(x)) - rows.dim - 1, len(shape_of(rows.mask)) - 1
         others = [dim + added * (dim > rows.dim) for dim in dims if dim != rows.dim]
-        every = values.left(x, right)
+        every = values.zero_filled(x, right)
         if mean and others:
             every, cast = values.call(_aten.mean.dim, every, others, True, **cast), {}
         places = [*range(rows.dim, rows.dim + added + 1), *others]
@@ -121,7 +121,7 @@ class Reductions:
         assert isinstance(x, Node)
         tensors = [bound["self"], bound["target"]]
         if any(len(shape_of(each)) != len(shape_of(x)) for each in tensors):
-            raise Declined("they are combined with what is no row")
+            raise RowsRefused("they are combined with what is no row")
         single = self._values.call(node.target, *({**bound, "reduction": _NONE}).values())
         single.meta["val"] = x.meta["val"]
         self._values.rows[single] = self._values.pointwise(single, self._values.rows.__getitem__)
@@ -132,12 +132,12 @@ class Reductions:
         """A loss of one class of each row, which leaves out those of ``ignore_index``."""
         values, (x, target) = self._values, (bound["self"], bound["target"])
         if not {x, target} <= values.rows.keys() or bound["weight"] in values.rows:
-            raise Declined("they are combined with what is no row")
+            raise RowsRefused("they are combined with what is no row")
         rows = values.rows[x]
         if values.rows[target].mask is not rows.mask:
-            raise Declined("they are mixed with those of another mask")
+            raise RowsRefused("they are mixed with those of another mask")
         if len(shape_of(x)) != 2 or rows.dim or len(shape_of(target)) != 1:
-            raise Declined("their classes are not in the dim behind them")
+            raise RowsRefused("their classes are not in the dim behind them")
         sizes = shape_of(rows.mask)
         every = tuple(range(len(sizes)))
         # In one dim, for dim 1 of the operand has the classes. What the mask leaves out is ignored
@@ -153,18 +153,18 @@ class Reductions:
             loss = values.call(_aten.reshape.default, loss, sizes)
             values.rows[node] = Rows(rows.mask, loss, 0, every)
         else:
-            self._finish(node, loss)
+            self._values.substitute(node, loss)
         return True
 
     def _of_alignments(self, node: Node, bound: Mapping[str, Any]) -> bool:
         """A loss whose targets are chosen labels, one sequence behind the other."""
         values, targets = self._values, bound["targets"]
         if [x for x in node.all_input_nodes if x in values.rows] != [targets]:
-            raise Declined("they are combined with each other")
+            raise RowsRefused("they are combined with each other")
         if len(shape_of(targets)) != 1:
-            raise Declined("they are no single labels")
+            raise RowsRefused("they are no single labels")
         given = {**bound, "targets": self._labels(targets, LEFT_OUT)}
-        self._finish(node, values.call(node.target, *given.values()))
+        self._values.substitute(node, values.call(node.target, *given.values()))
         return True
 
     def _labels(self, labels: Node, left_out: int) -> Node:
@@ -174,10 +174,6 @@ class Reductions:
         wide, hit = values.widened(rows, every, 0, labels), values.hit(rows.mask, every, 0)
         wide = values.call(_aten.where.ScalarOther, hit, wide, left_out)
         return values.call(_aten.reshape.default, wide, [-1])
-
-    def _finish(self, node: Node, result: Node) -> None:
-        result.meta["val"] = node.meta["val"]
-        node.replace_all_uses_with(result)
 
 
 def _is_reduction(node: Node) -> bool:

@@ -56,7 +56,7 @@ class Rows:
     flat: Rows | None = None
 
 
-class Declined(Exception):
+class RowsRefused(Exception):
     """The reason why a node cannot be computed for all rows."""
 
 
@@ -89,18 +89,18 @@ class RowValues:
         """Apply ``node`` to all rows; ``rows_of`` says what they are of an operand."""
         operands = {x: rows_of(x) for x in node.all_input_nodes if x in self.rows}
         if not _is_finite(node, operands):
-            raise Declined("the rows beside them may have no finite value here")
+            raise RowsRefused("the rows beside them may have no finite value here")
         # Their number is what a mean over them divides by, and all rows are more.
         if any(not isinstance(x.meta["val"], Tensor) for x in node.all_input_nodes):
-            raise Declined("a size is used that may be their number")
+            raise RowsRefused("a size is used that may be their number")
         mask = next(iter(operands.values())).mask
         right = {len(shape_of(x)) - rows.dim - 1 for x, rows in operands.items()}
         ranks = [len(shape_of(x)) for x in node.all_input_nodes if x not in operands]
         if any(rows.mask is not mask for rows in operands.values()) or len(right) != 1:
-            raise Declined("they are mixed with those of another mask")
+            raise RowsRefused("they are mixed with those of another mask")
         # An operand with a dim where the rows are would be broadcast along other positions.
         if max(ranks, default=0) > min(right):
-            raise Declined("they are combined with what is no row")
+            raise RowsRefused("they are combined with what is no row")
         axes = union(operands.values())
         wide = {x: self.widened(rows, axes, min(right), x) for x, rows in operands.items()}
         if _name(node) in _OF_A_RANGE:
@@ -149,22 +149,31 @@ class RowValues:
         self._hits[key] = hit
         return hit
 
-    def left(self, value: Node, right: int) -> Node:
-        """All rows, with zeros where the mask does not select them."""
+    def zero_filled(self, value: Node, right: int) -> Node:
+        """Return ``value`` for all rows, with zeros where the mask does not select them."""
         rows = self.rows[value]
         every = tuple(range(len(shape_of(rows.mask))))
         return self.zeroed(self.widened(rows, every, right, value), rows.mask, every, right)
 
+    @staticmethod
+    def substitute(node: Node, result: Node) -> None:
+        """Put ``result`` in the place of ``node``, which does not depend on the number of rows."""
+        result.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(result)
+
 
 def union(rows: Iterable[Rows]) -> tuple[int, ...]:
+    """Return the dims of the mask that any of ``rows`` depends on, in order."""
     return tuple(sorted({axis for each in rows for axis in each.axes}))
 
 
 def is_mask(index: Node) -> bool:
+    """Return whether indexing by ``index`` selects rows; other indices are places."""
     return isinstance(index, Node) and index.meta["val"].dtype in (torch.bool, torch.uint8)
 
 
 def is_pointwise(node: Node) -> bool:
+    """Return whether each row of the result is computed from the same row of the operands."""
     tags = getattr(node.target, "tags", ())
     return torch.Tag.pointwise in tags or _name(node) in _FINITE
 

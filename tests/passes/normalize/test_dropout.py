@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sp_compiler.base.errors import UnsupportedError
 from tests.helpers.normalized import body, normalized, outputs, randn
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -48,3 +49,10 @@ def test_certain_dropout_is_zero_with_a_gradient() -> None:
     assert torch.equal(result, torch.zeros(2, 3, dtype=torch.float64))
     assert x.grad is not None
     assert torch.equal(x.grad, torch.zeros(2, 3, dtype=torch.float64))
+
+
+def test_a_mask_that_the_model_reads_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"draw a mask with torch\.rand_like\(x\) >= p"):
+        normalized(lambda x: sum(torch.native_dropout(x, 0.5, True)), randn(2, 3))
+    own = normalized(lambda x: x * (mask := torch.rand_like(x) >= 0.5) + mask, randn(2, 3))
+    assert [ref.kind for ref in own.refs] == ["input", "seed"]

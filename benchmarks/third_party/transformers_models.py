@@ -127,7 +127,7 @@ def _fields(sizes: Mapping[str, Any], every_kind: bool, defaults: Any) -> dict[s
         for key, value in sizes.items()
         if key in known and (known[key] is None or type(known[key]) is type(value))
     }
-    # In training, or there would be other random numbers in every run.
+    # A model with dropout has other gradients in every run.
     fields |= {key: 0.0 for key, value in known.items() if "drop" in key and type(value) is float}
     for key in ("layer_types", "mlp_layer_types"):
         if every_kind and isinstance(known.get(key), list):

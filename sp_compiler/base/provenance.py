@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 _INDEXED = re.compile(r"(^|\.)\d+$")
-# Two lines of a stack trace: where, and the code there.
-_FRAME = re.compile(r'File "(?!<).*\n?.*')
+# A frame of a stack trace: where, and the code there, if it is known. Not those in graphs of
+# Dynamo's: by their own name, for what a user types into IPython is in no file either.
+_FRAME = re.compile(r'File "(?!<eval_with_key>).*(?:\n(?! *File ").*)?')
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def node_origin(node: Node) -> str:
     """Return the module path and source line in the user's model of ``node``, for error
     messages."""
     path = module_path(node)
-    # The innermost frame in a file: torch.cond traces code of PyTorch's that is in none.
+    # The innermost frame of the user's: torch.cond traces a graph of Dynamo's.
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     line = "\n    ".join(part.strip() for part in frames[-1].splitlines()) if frames else ""
     return f"  module: {path or '(model)'}\n    {line}".rstrip()

@@ -77,7 +77,7 @@ Of layers in a row, backward_behind is backward_inputs, and backward_weights of 
 whose values have the suffix _behind: first backward_inputs, then backward_behind for all other
 layers, and backward_weights for the first in the model. backward does all of it for one layer.
 """
-"""Addition to the header where backwards leave gradients to the layer before."""
+"""Addition to the header where backwards hand gradients over to the layer before."""
 _WITH_AHEAD = """
 Of layers in a row, each backward also recomputes for the layer before it, whose values have the
 suffix _before: first recompute, then backward_ahead for all layers but the first in the model, and

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # Behind the name of the region, in names of graphs.
 FORWARD, BACKWARD, LOSS_BACKWARD = ".forward", ".backward", ".loss_backward"
 BACKWARD_INPUTS, BACKWARD_WEIGHTS = ".backward_inputs", ".backward_weights"
-# Of those that leave gradients to the call before.
+# Of those that hand gradients over to the call before.
 BACKWARD_BEHIND = ".backward_behind"
 # Of backwards that recompute one call ahead.
 RECOMPUTE, BACKWARD_REST, BACKWARD_AHEAD = ".recompute", ".backward_rest", ".backward_ahead"
@@ -46,7 +46,7 @@ class Snapshot:
         graphs: region name to graph. After the partition a region has two graphs, named
             ``"Block.forward"`` and ``"Block.backward"``, and a third, ``"Block.loss_backward"``, if
             it has the model's loss; with a delayed part of backward two more, and three if it
-            recomputes one call ahead or leaves gradients to the call before. After the chunks it
+            recomputes one call ahead or hands gradients over. After the chunks it
             has one for each number of chunks, such as ``"Epilogue, loss in 4 chunks"``.
         calls: (path of the layer in the model, region name) in execution order.
         wiring: each call with its arguments as text, in the same order; optional.

@@ -218,11 +218,12 @@ class DistributedModule(Inspection, Weights):
         """Context whose backwards do not reduce the gradients of replicated parameters.
 
         Use it to accumulate all microbatches but the last one: the gradients stay on this rank, and
-        the next backward outside reduces them together with its own. Until then ``grad`` of
-        replicated parameters does not change, and an optimizer step or :func:`clip_grad_norm_`
-        raises an error. To discard the gradients, call the module's :meth:`zero_grad`; an
-        optimizer's ``zero_grad`` does not know of them. Gradients of parameters that FSDP manages
-        are not reduced over any axis, as with its ``set_requires_gradient_sync(False)``.
+        the next backward outside reduces them together with its own; of parameters that are frozen
+        by then, the forward before it does. Until then ``grad`` of replicated parameters does not
+        change, and an optimizer step or :func:`clip_grad_norm_` raises an error. To discard the
+        gradients, call the module's :meth:`zero_grad`; an optimizer's ``zero_grad`` does not know
+        of them. Gradients of parameters that FSDP manages are not reduced over any axis, as with
+        its ``set_requires_gradient_sync(False)``.
         """
         with self._sp_state.deferred.enabled_for(self), without_gradient_sync(self):
             yield

@@ -95,7 +95,11 @@ class DeferredGradients:
             assert isinstance(parameter, DTensor)
             assert total is not None
             grad = DTensor(total, parameter._spec, requires_grad=False)
-            parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+            if parameter.grad is None:
+                parameter.grad = grad
+            else:
+                # As autograd does: the user may hold this very tensor.
+                parameter.grad.add_(grad)
 
     def take(self, name: str, grad: Tensor | None) -> Tensor | None:
         """Return ``grad`` plus the pending gradient of ``name``."""

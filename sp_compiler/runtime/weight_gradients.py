@@ -141,18 +141,18 @@ def can_work_for_others(managed: Collection[str]) -> bool:
 
 
 class LateGradients:
-    """Gradients of one call that its backward leaves to the call before it.
+    """Gradients of one call that its backward hands over to the call before it.
 
     Attributes:
         behind: those of the call behind.
-        left: what they are computed from, put there by the call's own backward.
+        handed: what they are computed from, put there by the call's own backward.
         computed: gradients, put there by the backward of the call before.
         unreached: indices of inputs that no gradient reached, likewise.
     """
 
     def __init__(self, runner: RegionRunner, indices: Sequence[int]) -> None:
         self.behind: LateGradients | None = None
-        self.left, self.computed, self.unreached = Handed(), Handed(), Handed()
+        self.handed, self.computed, self.unreached = Handed(), Handed(), Handed()
         self.indices = indices
         self._runner = runner
 
@@ -163,7 +163,7 @@ class LateGradients:
         if results is None:
             code: Any = runner.code
             with torch._C._AutoDispatchBelowADInplaceOrView():
-                made = code.backward_weights(runner.tp, self.left.take())
+                made = code.backward_weights(runner.tp, self.handed.take())
             results = [made[index] for index in self.indices]
         unreached = self.unreached.take() or ()
         return [
@@ -212,7 +212,7 @@ class LateFunction(CompiledFunction):
 
 @dataclass(frozen=True)
 class HandOverRunner(RegionRunner):
-    """Runs one call of a region whose backward leaves gradients to the call before it.
+    """Runs one call of a region whose backward hands gradients over to the call before it.
 
     ``token``: see :class:`LateFunction`.
     """
@@ -239,24 +239,24 @@ class HandOverRunner(RegionRunner):
     def compute_gradients(
         self, saved: Sequence[Any], grads: Sequence[Tensor | None], metas: Sequence[Any]
     ) -> list[Tensor | None]:
-        """As of the base class, without those that it leaves."""
+        """As of the base class, without those that it hands over."""
         code: Any = self.code
         node: Any = self.token.grad_fn
         late, tangents = self.late, self.tangents(grads, metas)
-        left = None if late.behind is None else late.behind.left.take()
-        if left is None:
+        handed = None if late.behind is None else late.behind.handed.take()
+        if handed is None:
             results, rest = code.backward_inputs(self.tp, saved, *tangents)
         else:
-            results, rest = code.backward_behind(self.tp, saved, left, *tangents)
+            results, rest = code.backward_behind(self.tp, saved, handed, *tangents)
         results = list(results)
-        if left is not None:
+        if handed is not None:
             assert late.behind is not None
             # In the places of its own.
             late.behind.computed.put([results[index] for index in late.indices])
         for index in late.indices:
             results[index] = None
         if torch._C._will_engine_execute_node(node):
-            late.left.put(list(rest))
+            late.handed.put(list(rest))
             late.unreached.put(self.unreached(grads))
         return results
 
@@ -264,10 +264,11 @@ class HandOverRunner(RegionRunner):
 def hand_over_runner(
     runner: RegionRunner, indices: Sequence[int], owners: Sequence[Tensor], before: Any
 ) -> HandOverRunner | None:
-    """Return ``runner`` for one call that leaves gradients, ``None`` if it has none to leave.
+    """Return ``runner`` for one call that hands gradients over, ``None`` if it has none to hand
+    over.
 
     Args:
-        indices: inputs of the region whose gradients are left.
+        indices: inputs of the region whose gradients are handed over.
         owners: all parameters of the call.
         before: node of autograd of the call before, ``None`` if no call of the region is.
     """

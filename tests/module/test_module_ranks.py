@@ -220,14 +220,19 @@ def _inplace() -> Any:
 
 
 def _frozen_since() -> Any:
-    """What waits for parameters that are frozen before the last microbatch is reduced, too."""
+    """What waits for parameters that are frozen before the last microbatch is reduced, too, into
+    the tensor that ``grad`` is."""
     module, expected = compiled_handmade(2)[0], handmade_model()
     for one in (module, expected):
-        for number in (1, 2):
+        one(handmade_input())["loss"].backward()
+        held, one.blocks[1].scale.grad = one.blocks[0].scale.grad, None
+        for number in (2, 3):
             with contextlib.nullcontext() if one is expected else module.no_sync():
                 one(number * handmade_input())["loss"].backward()
-        one.blocks[0].scale.requires_grad_(False)
-        one(3 * handmade_input())["loss"].backward()
+        for block in one.blocks[:2]:
+            block.scale.requires_grad_(False)
+        one(4 * handmade_input())["loss"].backward()
+        assert one.blocks[0].scale.grad is held
     torch.optim.SGD(module.parameters()).step()  # is refused while anything waits
     found = {name: p.grad.full_tensor() for name, p in module.named_parameters()}
     grads = {name: p.grad for name, p in expected.named_parameters()}

@@ -1,4 +1,4 @@
-"""Gradients that are left to the call before: what is handed over, numbers, memory, and when."""
+"""Gradients that the call before computes: what is handed over, numbers, memory, and when."""
 
 from __future__ import annotations
 
@@ -335,7 +335,7 @@ def _leaving(number: slice, recompute: str) -> CompiledProgram:
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 def test_a_step_holds_what_was_planned(recompute: str) -> None:
-    """To the byte, with the peak in a layer's backward, whatever gradients are left."""
+    """To the byte, with the peak in a layer's backward, whatever gradients are handed over."""
     late = []
     for number in (slice(1), slice(2, 3), slice(3)):
         program = _leaving(number, recompute)

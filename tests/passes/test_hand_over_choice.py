@@ -1,4 +1,4 @@
-"""Ways to leave gradients are compared as tasks: those of the graphs that they would be."""
+"""Ways to hand over gradients are compared as tasks: those of the graphs that they would be."""
 
 from __future__ import annotations
 

@@ -82,12 +82,13 @@ class IdChecks:
         if not self._noted or self._is_collecting:
             return
         noted, self._noted = self._noted, []
-        bounds = torch.stack([each.bounds for each in noted])
+        device = noted[0].bounds.device
         # Nobody would read what replays of the user's graph tell.
-        if not is_recorded(bounds.device):
-            lookups = [(each.size, each.what) for each in noted]
-            grad_enabled = torch.is_grad_enabled()
-            self._sent.append(_Sent(lookups, HostCopy(bounds), bounds.device, grad_enabled))
+        if is_recorded(device):
+            return
+        lookups = [(each.size, each.what) for each in noted]
+        copy = HostCopy(torch.stack([each.bounds for each in noted]))
+        self._sent.append(_Sent(lookups, copy, device, torch.is_grad_enabled()))
 
     def settle(self) -> None:
         """Raise an error if ids of an earlier call were out of range, on every rank alike; else

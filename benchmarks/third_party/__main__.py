@@ -65,10 +65,10 @@ Written by `python -m benchmarks.third_party --write` from real runs; not edited
 Which models does sp_compiler handle that nobody wrote with it in mind? Each model is its package's
 own, unmodified, in a small configuration (two layers if the package has an option for that): one
 training step in float64 without dropout on two simulated ranks, against the uncompiled model.
-Those of transformers are chosen by nobody: its own lists for five tasks, in their order, without
-what [coverage](coverage.md) has and what one rule for sizes
+Those of transformers are chosen by nobody: its own lists for five tasks, as far as they have been
+run, without what [coverage](coverage.md) has and what one rule for sizes
 (`benchmarks/third_party/transformers_models.py`) leaves with more than 30 million parameters or
-unable to run. All that were run are below.
+unable to run.
 
 - *right*: the loss and all gradients agree within 1e-9 of the largest gradient. Of a model that
   itself computes in float32, which rounds what follows: within 1e-6, or within 1e-9 once its casts

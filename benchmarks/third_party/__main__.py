@@ -142,8 +142,9 @@ def run(entry: Entry) -> Record:
         parity.gradient_error(step.grads, true, floor=1e-3),
         float((step.outputs[0] - loss).detach().abs() / loss.detach().abs()),
     )
-    right, note = error < (_OWN_CASTS if _casts(case) else _EXACT), mode
-    if not right and _casts(case):
+    casts, note = _casts(case), mode
+    right = error < (_OWN_CASTS if casts else _EXACT)
+    if casts and not right:
         lifted = _error_without_casts(model, inputs)
         right = lifted < _EXACT
         note = "; ".join(filter(None, [mode, f"{lifted:.0e} without its casts to float32"]))

@@ -6,7 +6,7 @@ with its own defaults, of which the fields below are replaced where its configur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -96,12 +96,17 @@ def _model(task: str, name: str) -> nn.Module:
     Raises:
         NotSmallError: none does; with the reason of each.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
 
-    reasons = []
-    for fields in _choices():
+    defaults, reasons = CONFIG_MAPPING[name], []
+    try:
+        choices = _choices(defaults())
+    except StrictDataclassError as error:  # of some the library refuses its own defaults
+        raise NotSmallError(str(error)) from error
+    for fields in choices:
         try:
-            model = _with(CONFIG_MAPPING[name](), fields, task)
+            model = _with(defaults(**fields), task)
             args, kwargs = _TASKS[task][2]()
             model(*args, **kwargs)
         except Exception as error:  # of whatever kind: the library's code, with sizes of ours
@@ -111,15 +116,23 @@ def _model(task: str, name: str) -> nn.Module:
     raise NotSmallError("; ".join(reasons))
 
 
-def _choices() -> Iterator[Callable[[Any], dict[str, Any]]]:
-    """Yield functions from a configuration to the fields to replace in it; fewer and fewer."""
+def _choices(defaults: Any) -> list[dict[str, Any]]:
+    """Return fields to replace in a configuration, fewer and fewer; no two choices are equal."""
+    parts = {name: getattr(defaults, name, None) for name in _PARTS}
+    parts = {name: part for name, part in parts.items() if hasattr(part, "to_dict")}
     without_heads = {key: value for key, value in _CORE.items() if key not in _DERIVED}
+    found: list[dict[str, Any]] = []
     for sizes in ({**_CORE, **_INNER}, _CORE, without_heads):
         for every_kind in (True, False):
-            yield partial(_fields, sizes, every_kind)
+            own = {name: _fields(part, sizes, every_kind) for name, part in parts.items()}
+            choice = {**_fields(defaults, sizes, every_kind), **own}
+            # Most configurations have no kinds of layers, and many no sizes of heads.
+            if choice not in found:
+                found.append(choice)
+    return found
 
 
-def _fields(sizes: Mapping[str, Any], every_kind: bool, defaults: Any) -> dict[str, Any]:
+def _fields(defaults: Any, sizes: Mapping[str, Any], every_kind: bool) -> dict[str, Any]:
     known = defaults.to_dict()
     # Not a list, which has one number for each stage.
     fields = {
@@ -138,12 +151,9 @@ def _fields(sizes: Mapping[str, Any], every_kind: bool, defaults: Any) -> dict[s
     return fields
 
 
-def _with(defaults: Any, fields: Callable[[Any], dict[str, Any]], task: str) -> nn.Module:
+def _with(config: Any, task: str) -> nn.Module:
     import transformers
 
-    parts = {name: getattr(defaults, name, None) for name in _PARTS}
-    own = {name: fields(part) for name, part in parts.items() if hasattr(part, "to_dict")}
-    config = type(defaults)(**fields(defaults), **own)
     # Grouped products of experts have no kernel for float64.
     config._experts_implementation = "batched_mm"
     make = getattr(transformers, _TASKS[task][1]).from_config

@@ -94,7 +94,7 @@ def _add_program(
         try:
             executor = _compile(state, leaves, structure, open_dims)
         except CaptureError as error:
-            # Said of two devices, for operands with numbers and without.
+            # A buffer left on meta beside loaded weights: the capture sees two devices.
             missing = state.without_data()
             if missing and set(missing).isdisjoint(state.parameters):
                 raise ArgumentError(_no_data(missing, state)) from error

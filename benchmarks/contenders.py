@@ -32,15 +32,16 @@ def random_ids(config: GPTConfig, batch: int, length: int) -> Tensor:
     return torch.randint(config.vocab_size, (batch, length), generator=generator, device="cpu")
 
 
-def plain_gpt(config: GPTConfig) -> PlainGPT:
+def plain_gpt(config: GPTConfig, device: torch.device | str = "cpu") -> PlainGPT:
     """The model, with the same weights on every rank."""
     torch.manual_seed(0)
-    return PlainGPT(config)
+    with torch.device(device):
+        return PlainGPT(config)
 
 
 def eager(config: GPTConfig, ids: Tensor, recompute: Recompute) -> Step:
     """The unmodified model on one device."""
-    model = checkpoint_by_hand(plain_gpt(config), recompute)
+    model = checkpoint_by_hand(plain_gpt(config, ids.device), recompute)
 
     def step() -> None:
         model.zero_grad(set_to_none=True)
@@ -59,7 +60,7 @@ def compiled(
 ) -> Step:
     """This project."""
     model = sp_compiler.compile(
-        plain_gpt(config),
+        plain_gpt(config, ids.device),
         tp=tp,
         sequence_parallel=sp,
         recompute=recompute,
@@ -76,9 +77,9 @@ def compiled(
 
 def megatron_style(config: GPTConfig, ids: Tensor, recompute: Recompute, sp: bool) -> Step:
     """Hand-written tensor parallelism, with or without sequence parallelism."""
-    model = MegatronStyleGPT(
-        plain_gpt(config), world_group(), sequence_parallel=sp, recompute=recompute
-    )
+    whole = plain_gpt(config, ids.device)
+    with ids.device:
+        model = MegatronStyleGPT(whole, world_group(), sequence_parallel=sp, recompute=recompute)
 
     def step() -> None:
         model.zero_grad(set_to_none=True)

@@ -9,6 +9,9 @@ slices    one rank's part of 8 of a layer of the paper's 22B and 175B and of Lla
           ranks being a fake process group whose collectives cost nothing: the product, eager,
           compiled by Inductor and, on an accelerator, replayed, beside hand-written Megatron-style
           layers, and beside the unsharded layer in eager mode
+attention the operator for attention beside what it stands for and PyTorch's kernels
+regions   forward and backward of each region of a GPT and a Llama, as planned with a profile of the
+          device and as measured
 trace     kernels of a step of the 22B layer with dropout and "selective"; ``--write`` also keeps
           the profiler's trace, for a browser (``chrome://tracing``)
 
@@ -36,10 +39,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import sp_compiler
+from benchmarks.gpu_attention import AttentionRow, attention
+from benchmarks.gpu_regions import regions
 from benchmarks.gpu_slices import DROPOUT, KernelRow, SliceRow, slices, trace
 from benchmarks.measure import PeakRecorder, loss_of
 from benchmarks.performance import RESULTS, markdown_table, save
-from sp_compiler.ops.gpu import attention
+from benchmarks.region_times import Row as RegionRow
+from sp_compiler.ops.gpu import attention as kernels
 from tests.models import architectures
 from tests.models.architecture import Size
 
@@ -48,7 +54,7 @@ MODELS = (
 )  # fmt: skip
 FILE = RESULTS / "gpu.json"
 PAGE = Path(__file__).parents[1] / "docs" / "gpu.md"
-PARTS = ("memory", "numbers", "slices", "trace")
+PARTS = ("memory", "numbers", "attention", "slices", "regions", "trace")
 # As many tokens as all of the models have positions.
 LARGE = Size(16, 8, 1024, 4096, 32000, 16, 64, 8, DROPOUT)
 SMALL = replace(architectures.size("dividing", 1), dropout=DROPOUT)
@@ -67,6 +73,14 @@ _ABOUT = {
     "collectives cost nothing. *ratio* is to the first contender of a setting, *over none* to the "
     "same contender without recomputation. The hand-written layers use PyTorch's own dropout and "
     'recompute the attention core for "selective".',
+    "attention": "Causal attention of 4 x 8 heads and 2048 queries, bfloat16, milliseconds of its "
+    "kernels: as one operator, with blocks of scores of the size that PyTorch would choose, as the "
+    "operators that it stands for, and FlashAttention of PyTorch, whose masks are not those of "
+    "any other number of ranks.",
+    "regions": "One rank, hidden 4096, 4 x 2048 tokens, bfloat16, dropout 0.1 (GPT), `selective`: "
+    "milliseconds of each region's functions as planned with `sp_compiler.profile()` of this "
+    "device and as measured; *estimate* is planned over measured. In the profile of these rows the "
+    "rate of random numbers was measured with launches, 121e9 a second, since when it is without.",
     "trace": "The kernels of a step of the 22B layer with dropout 0.1 and `selective`, generated "
     "code as it is.",
 }
@@ -102,9 +116,16 @@ class NumbersRow:
 
 
 # The results are kept with their keys in the order of the alphabet.
-_KINDS = {"memory": MemoryRow, "numbers": NumbersRow, "slices": SliceRow, "trace": KernelRow}
+_KINDS = {
+    "memory": MemoryRow,
+    "numbers": NumbersRow,
+    "attention": AttentionRow,
+    "slices": SliceRow,
+    "regions": RegionRow,
+    "trace": KernelRow,
+}
 
-Row = MemoryRow | NumbersRow | SliceRow | KernelRow
+Row = MemoryRow | NumbersRow | AttentionRow | SliceRow | RegionRow | KernelRow
 
 
 def memory(device: str, size: Size) -> Iterator[MemoryRow]:
@@ -120,13 +141,12 @@ def _memory(name: str, module: Any, inputs: Mapping[str, Tensor]) -> MemoryRow:
     loss_of(module(**inputs)).backward()
     module.zero_grad(set_to_none=True)
     gc.collect()
-    device = next(module.parameters()).device.type
-    on_cuda = device == "cuda"
+    on_cuda = next(module.parameters()).is_cuda
     if on_cuda:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     before = _requested("current") if on_cuda else 0
-    with PeakRecorder(device) as recorder, kernels_shown():
+    with PeakRecorder() as recorder, kernels_shown():
         output = module(**inputs)
         outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
         # Views of constants are made in every forward, and their memory in none.
@@ -151,13 +171,13 @@ def _memory(name: str, module: Any, inputs: Mapping[str, Tensor]) -> MemoryRow:
 @contextlib.contextmanager
 def kernels_shown() -> Iterator[None]:
     """Context in which a recorder of operators sees the results of attention's compiled kernels."""
-    run = attention._run
+    run = kernels._run
 
     def shown(*args: Any) -> Sequence[Tensor] | None:
         made = run(*args)
         return None if made is None else [x.detach() for x in made]
 
-    with mock.patch.object(attention, "_run", shown):
+    with mock.patch.object(kernels, "_run", shown):
         yield
 
 
@@ -244,7 +264,9 @@ def main() -> None:
     makers: dict[str, Callable[[], Iterator[Row]]] = {
         "memory": lambda: memory(options.device, size),
         "numbers": lambda: numbers(options.device, size),
+        "attention": lambda: attention(options.device, small=options.small, rounds=options.rounds),
         "slices": lambda: slices(options.device, small=options.small, rounds=options.rounds),
+        "regions": lambda: regions(options.device, small=options.small, rounds=options.rounds),
         "trace": lambda: trace(options.device, small=options.small, path=path),
     }
     for part in options.only:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import re
 import statistics
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 import sp_compiler
 from benchmarks import contenders
 from benchmarks.contenders import PRODUCT, Step
+from benchmarks.gpu_clock import elapsed_ms, finish, mark
 from benchmarks.measure import alternate, ratio
 from benchmarks.models import PAPER_SETUPS, GPTConfig
 from benchmarks.peers.recompute import Recompute
@@ -76,7 +76,7 @@ class KernelRow:
 
 def slices(device: str, *, small: bool, rounds: int) -> Iterator[SliceRow]:
     """The product, hand-written layers and the unsharded layer, dropout on and off."""
-    with fake_group(RANKS), _on(device):
+    with fake_group(RANKS), _in_bits_of(device):
         for label, config, batch in _layers(small=small):
             ids = contenders.random_ids(config, batch, config.num_positions).to(device)
             for dropout in (0.0, DROPOUT):
@@ -95,13 +95,12 @@ def _layers(*, small: bool) -> Iterator[tuple[str, GPTConfig, int]]:
 
 
 @contextlib.contextmanager
-def _on(device: str) -> Iterator[None]:
-    """New tensors are on ``device``, and of 16 bits on an accelerator."""
+def _in_bits_of(device: str) -> Iterator[None]:
+    """Models have 16 bits on an accelerator."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32 if device == "cpu" else torch.bfloat16)
     try:
-        with torch.device(device):
-            yield
+        yield
     finally:
         torch.set_default_dtype(before)
 
@@ -146,7 +145,8 @@ def _llama_steps(device: str, *, small: bool) -> dict[tuple[str, str], Step]:
 
     def step(**options: Any) -> Step:
         torch.manual_seed(0)
-        module: Any = transformers.LlamaForCausalLM(config)
+        with torch.device(device):
+            module: Any = transformers.LlamaForCausalLM(config)
         if options:
             example = ((), inputs)
             module = sp_compiler.compile(module, tp=RANKS, example_inputs=example, **options)
@@ -171,7 +171,7 @@ def _timed(setting: str, steps: Mapping[tuple[str, str], Step], rounds: int) -> 
         def run() -> None:
             with _forward_noted(forwards.setdefault(name, [])):
                 step()
-            _finish()
+            finish()
 
         return run
 
@@ -191,49 +191,38 @@ def _timed(setting: str, steps: Mapping[tuple[str, str], Step], rounds: int) -> 
 @contextlib.contextmanager
 def _forward_noted(milliseconds: list[float]) -> Iterator[None]:
     """Context that notes how long a step takes until its backward begins, on the device."""
-    start = _mark()
+    start = mark()
     begun: list[Any] = []
     backward = Tensor.backward
 
     def noted(loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        begun.append(_mark())
+        begun.append(mark())
         backward(loss, *args, **kwargs)
 
     with mock.patch.object(Tensor, "backward", noted):
         yield
-    _finish()
-    end = begun[0]  # a compiled module's loss calls it once more
-    elapsed = (end - start) * 1e3 if isinstance(start, float) else start.elapsed_time(end)
-    milliseconds.append(elapsed)
-
-
-def _mark() -> Any:
-    """A moment: an event where kernels run behind the host, else seconds."""
-    if not torch.cuda.is_available():
-        return time.perf_counter()
-    return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
-
-
-def _finish() -> None:
-    """Wait for the kernels: a launch returns long before its kernel ends."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    # The first: a compiled module's loss calls it once more.
+    milliseconds.append(elapsed_ms(start, begun[0]))
 
 
 def trace(device: str, *, small: bool, path: Path | None) -> Iterator[KernelRow]:
     """The kernels of a step of the 22B layer, the longest first; their trace goes to ``path``."""
-    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA][: 1 + (device != "cpu")]
-    with fake_group(RANKS), _on(device):
+    with fake_group(RANKS), _in_bits_of(device):
         _, config, batch = next(_layers(small=small))
         sized = replace(config, dropout=DROPOUT, attention_dropout=DROPOUT)
         ids = contenders.random_ids(config, batch, config.num_positions).to(device)
         step = contenders.compiled(sized, ids, "selective", RANKS)
         for _ in range(3):
             step()
-        _finish()
-        with profile(activities=activities) as profiler:
-            step()
-            _finish()
+        yield from _kernels(step, device, path)
+
+
+def _kernels(step: Step, device: str, path: Path | None) -> Iterator[KernelRow]:
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA][: 1 + (device != "cpu")]
+    finish()
+    with profile(activities=activities) as profiler:
+        step()
+        finish()
     if path is not None:
         profiler.export_chrome_trace(str(path))
     # Kernels alone: an operator's row has the time of its kernels once more.

@@ -19,8 +19,8 @@ from sp_compiler.runtime.recorder import Recorder
 class PeakRecorder(Recorder):
     """Also remembers after every operator which of the storages exist."""
 
-    def __init__(self, device: str = "") -> None:
-        super().__init__(device)
+    def __init__(self) -> None:
+        super().__init__()
         self._moments: list[list[int]] = []
 
     def __torch_dispatch__(self, *args: Any, **kwargs: Any) -> Any:

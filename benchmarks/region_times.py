@@ -11,15 +11,16 @@ from __future__ import annotations
 import argparse
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 
 import sp_compiler
 from benchmarks import inductor_time
@@ -43,12 +44,30 @@ class Row:
     estimate: float
 
 
-class _Timed:
-    """The functions of a region; ``times`` gets the CPU milliseconds of each call."""
+@dataclass(frozen=True)
+class Clock:
+    """What a call is timed with.
 
-    def __init__(self, code: Any, times: dict[str, list[float]]) -> None:
+    Args:
+        now: returns a moment.
+        between: returns the milliseconds from one moment to another; called after all steps.
+    """
+
+    now: Callable[[], Any]
+    between: Callable[[Any, Any], float]
+
+
+CPU_TIME = Clock(time.process_time, lambda begin, end: (end - begin) * 1e3)
+_Moments = dict[str, list[tuple[Any, Any]]]
+
+
+class _Timed:
+    """The functions of a region; ``moments`` gets the begin and the end of each call."""
+
+    def __init__(self, code: Any, moments: _Moments, clock: Clock) -> None:
         self._code = code
-        self._times = times
+        self._moments = moments
+        self._clock = clock
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(self._code, name)
@@ -58,72 +77,69 @@ class _Timed:
             return function
 
         def timed(*arguments: Any) -> Any:
-            begin = time.process_time()
+            begin = self._clock.now()
             result = function(*arguments)
-            self._times.setdefault(direction, []).append((time.process_time() - begin) * 1e3)
+            self._moments.setdefault(direction, []).append((begin, self._clock.now()))
             return result
 
         return timed
 
 
-def measure(model: nn.Module, backend: str, rounds: int) -> dict[str, dict[str, float]]:
+def measure(
+    model: nn.Module, inputs: Mapping[str, Tensor], backend: str, rounds: int, clock: Clock
+) -> dict[str, dict[str, float]]:
     """Milliseconds of a call, by region and direction, the shortest of all."""
-    times: dict[str, dict[str, list[float]]] = {}
+    moments: dict[str, _Moments] = {}
     load = compiler.compile_regions
 
     def load_timed(*arguments: Any, **options: Any) -> Any:
         loaded = load(*arguments, **options)
         codes = {
-            name: _Timed(code, times.setdefault(name, {})) for name, code in loaded.codes.items()
+            name: _Timed(code, moments.setdefault(name, {}), clock)
+            for name, code in loaded.codes.items()
         }
         return replace(loaded, codes=codes)
 
     with mock.patch.object(compiler, "compile_regions", load_timed):
-        step = inductor_time._step(inductor_time._compiled(model, 1, backend))
+        module: Any = sp_compiler.compile(
+            model, tp=1, backend=backend, recompute="selective", example_inputs=((), inputs)
+        )
         for _ in range(rounds + 1):  # the first compiles the kernels
-            step()
+            module.zero_grad(set_to_none=True)
+            module(**inputs)[0].backward()
     return {
-        name: {direction: min(found) for direction, found in functions.items()}
-        for name, functions in times.items()
+        name: {
+            direction: min(clock.between(begin, end) for begin, end in found)
+            for direction, found in functions.items()
+        }
+        for name, functions in moments.items()
     }
 
 
 def compare(
     name: str,
-    build: Callable[[int], nn.Module],
-    backend: str,
+    build: Callable[[], nn.Module],
+    inputs: Mapping[str, Tensor],
     rounds: int,
     hardware: sp_compiler.Hardware,
-) -> list[Row]:
-    """Estimated and measured times of all functions of a model."""
-    plan = sp_compiler.plan(
-        build(LAYERS),
-        ((), inductor_time._inputs()),
-        tp=1,
-        backend=backend,
-        recompute="selective",
-        hardware=hardware,
-    )
-    planned = {
-        block.name: {
-            "forward": block.forward_us / 1e3,
-            "backward": (block.work.step_us - block.forward_us) / 1e3,
-        }
-        for block in plan.blocks
-    }
-    return [
-        Row(
-            name,
-            backend,
-            region,
-            direction,
-            planned[region][direction],
-            ms,
-            planned[region][direction] / ms,
+    clock: Clock = CPU_TIME,
+) -> Iterator[Row]:
+    """Estimated and measured times of all functions of a model, with each of the backends."""
+    for backend in BACKENDS:
+        plan = sp_compiler.plan(
+            build(), ((), inputs), tp=1, backend=backend, recompute="selective", hardware=hardware
         )
-        for region, functions in measure(build(LAYERS), backend, rounds).items()
-        for direction, ms in functions.items()
-    ]
+        planned = {
+            block.name: {
+                "forward": block.forward_us / 1e3,
+                "backward": (block.work.step_us - block.forward_us) / 1e3,
+            }
+            for block in plan.blocks
+        }
+        for region, functions in measure(build(), inputs, backend, rounds, clock).items():
+            for direction, ms in functions.items():
+                expected = planned[region][direction]
+                yield Row(name, backend, region, direction, expected, ms, expected / ms)
 
 
 def main() -> None:
@@ -140,8 +156,9 @@ def main() -> None:
     rows = [
         row
         for name, build in inductor_time.MODELS.items()
-        for backend in BACKENDS
-        for row in compare(name, build, backend, options.rounds, hardware)
+        for row in compare(
+            name, partial(build, LAYERS), inductor_time._inputs(), options.rounds, hardware
+        )
     ]
     table = Table(*asdict(rows[0]))
     for row in rows:

@@ -23,9 +23,9 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _MATRIX_SIZES = (256, 512, 1024, 2048, 4096, 8192)
 # A product that takes longer than this is the last of its dtype: the larger take eight times that.
 _LONG_S = 0.05
-_RANDOM_SHAPE = (1 << 12, 1 << 12)  # 64 MiB: more than most caches hold, as activations are
+_RANDOM_COLUMNS = 1 << 12
 # The time of a small transfer is latency; large ones are as long as their bytes take.
-_SMALL_BYTES, _LARGE_BYTES = 1 << 10, 64 << 20
+_SMALL_BYTES, _LARGE_BYTES = 1 << 10, 64 << 20  # more than most caches hold, as activations are
 _COPY_BYTES = 256 << 20  # copies within a device are faster, and need more bytes to take as long
 _REPEATS = 7  # of which the shortest counts
 
@@ -104,7 +104,8 @@ def _product_tflops(dtype: torch.dtype, device: torch.device) -> tuple[float, fl
     """Return the highest rate of all sizes, and the rate of the largest size."""
     rates = []
     for size in _MATRIX_SIZES:
-        matrix = torch.ones(size, size, dtype=dtype, device=device)
+        # Of random numbers: a GPU multiplies ones faster, for they take less power.
+        matrix = torch.randn(size, size, device=device).to(dtype)
         time_s = _time_s(partial(torch.mm, matrix, matrix, out=torch.empty_like(matrix)), device)
         rates.append(2 * size**3 / 1e12 / time_s)
         if time_s > _LONG_S:
@@ -114,10 +115,18 @@ def _product_tflops(dtype: torch.dtype, device: torch.device) -> tuple[float, fl
 
 def _random(device: torch.device) -> float:
     """Return how many random numbers dropout draws, in 1e9 per second."""
-    x = torch.ones(_RANDOM_SHAPE, device=device)
     seed = torch.zeros((), dtype=torch.int64, device=device)
-    draw = partial(dropout, Communicator(None, 0, 1), x, seed, 0.1, 0, 0, 1)
-    return x.numel() / 1e9 / _time_s(draw, device)
+
+    def time_us(num_bytes: int) -> float:
+        x = torch.ones(num_bytes // torch.float32.itemsize, device=device)
+        rows = x.view(-1, min(x.numel(), _RANDOM_COLUMNS))
+        return (
+            _time_s(partial(dropout, Communicator(None, 0, 1), rows, seed, 0.1, 0, 0, 1), device)
+            * 1e6
+        )
+
+    # Without the launch, which takes a GPU's host as long as the kernel takes.
+    return _link(time_us, _LARGE_BYTES, 1.0).gb_per_s / torch.float32.itemsize
 
 
 def _copy(source: torch.device, target: torch.device) -> Link:

@@ -34,17 +34,15 @@ _GLOO_LETS_GO_S = 0.2
 class Recorder(TorchDispatchMode):
     """Mode that counts collectives and remembers every storage that an operator returns.
 
-    Args:
-        device: type of the devices whose storages count; all do without it.
+    Pinned memory is not counted: in it are copies for the host, of what the device has.
 
     Attributes:
         collectives: number of collectives, by kind.
         wire_bytes: bytes of the full tensors that they handled, by kind.
     """
 
-    def __init__(self, device: str = "") -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._device = device
         self.collectives: Counter[str] = Counter()
         self.wire_bytes: Counter[str] = Counter()
         self._made: list[tuple[StorageWeakRef, int, int]] = []
@@ -85,7 +83,7 @@ class Recorder(TorchDispatchMode):
     def _remember(self, tensor: Tensor) -> None:
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.device.type == "meta":
             return  # fake, or a wrapper of a tensor that was seen already
-        if self._device not in ("", tensor.device.type):
+        if tensor.is_pinned():
             return
         storage = tensor.untyped_storage()
         known = self._alive.get(storage.data_ptr())

@@ -50,11 +50,15 @@ def test_results_of_compiled_kernels_are_counted(monkeypatch: pytest.MonkeyPatch
     assert found == [0, 32]
 
 
-def test_memory_of_other_devices_is_left_out() -> None:
-    with PeakRecorder("cuda") as recorder:
-        x = torch.ones(8)
-    assert x.sum() == 8
-    assert recorder.alive_bytes(excluding=[]) == 0
+def test_pinned_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for is_pinned in (False, True):
+        monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self, value=is_pinned: value)
+        with PeakRecorder() as recorder:
+            x = torch.ones(8)
+        found.append(recorder.alive_bytes(excluding=[]))
+        assert x.sum() == 8
+    assert found == [32, 0]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -106,10 +107,23 @@ def test_a_plan_is_of_the_hardware() -> None:
     assert h100.mfu == pytest.approx(h100.work.model_flops / (h100.step_us * 67e6))
 
 
+def test_launches_are_no_part_of_the_rate_of_random_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A GPU's host takes as long to launch a kernel as the kernel takes."""
+    launch_s, number_s = 50e-6, 1e-11
+
+    def time_s(draw: Callable[[], Tensor], device: torch.device) -> float:
+        return float(launch_s + number_s * draw().numel())
+
+    monkeypatch.setattr(measure, "_time_s", time_s)
+    assert measure._random(torch.device("cpu")) == pytest.approx(1e-9 / number_s, rel=1e-3)
+
+
 def test_a_measurement_is_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_MATRIX_SIZES", (32, 64))
     monkeypatch.setattr(measure, "_COPY_BYTES", 1 << 20)
-    monkeypatch.setattr(measure, "_RANDOM_SHAPE", (64, 64))
+    monkeypatch.setattr(measure, "_LARGE_BYTES", 1 << 16)
     path = tmp_path / "here.toml"
     measured = sp_compiler.profile(path, device="cpu", interconnect="a100")
     assert hardware_of(path) == measured

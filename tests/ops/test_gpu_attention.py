@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -33,8 +33,15 @@ def _emitted(function: kernels.Function, given: kernels.Given, place: kernels.Pl
     )
 
 
-@pytest.mark.parametrize(("masked", "p"), [(True, 0.3), (False, 0.0)])
-def test_numbers_are_those_of_the_operators(interpreted: Run, masked: bool, p: float) -> None:
+@pytest.mark.parametrize(
+    ("masked", "p", "tiled"), [(True, 0.3, False), (False, 0.0, False), (True, 0.3, True)]
+)
+def test_numbers_are_those_of_the_operators(
+    interpreted: Run, monkeypatch: pytest.MonkeyPatch, masked: bool, p: float, tiled: bool
+) -> None:
+    """Also with the blocks of scores that an H100 is given."""
+    if tiled:
+        monkeypatch.setattr(kernels, "_options", lambda given: kernels._TILED_OPTIONS)
     generator = torch.Generator().manual_seed(0)
     query, key, value, grad = (
         torch.randn(1, 2, size, WIDTH, generator=generator)
@@ -78,6 +85,37 @@ def test_kernels_find_numbers_of_a_head_behind_those_of_another(heads_of_mask: i
         steps = zip(shape, strides, strict=True)
         last = sum((size - 1) * stride for size, stride in steps)
         assert is_empty or last + 1 == torch.Size(shape).numel(), each
+
+
+class _Factor(NamedTuple):
+    shape: tuple[int, ...] = (2, 3, 256, 96)
+    is_cuda: bool = True
+    bits: int = 16
+    device: str = "cuda"
+
+    def element_size(self) -> int:
+        return self.bits // 8
+
+
+def test_blocks_of_scores_are_chosen_where_they_were_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    capability = 9, 0
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
+    def is_tiled(query: _Factor, value: _Factor | None = None, seed: Any = 1) -> bool:
+        given: Any = kernels.Given(query, query, value or query, None, seed, None)  # type: ignore[arg-type]
+        return kernels._options(given) is kernels._TILED_OPTIONS
+
+    assert is_tiled(_Factor())
+    assert not is_tiled(_Factor(), seed=None)
+    assert not is_tiled(_Factor(bits=32))
+    assert not is_tiled(_Factor(is_cuda=False))
+    assert not is_tiled(_Factor((2, 3, 256, 160)))
+    assert not is_tiled(_Factor((2, 3, 256, 32)))
+    assert not is_tiled(_Factor(), _Factor((2, 3, 256, 160)))
+    capability = 8, 0
+    assert not is_tiled(_Factor())
 
 
 def test_arguments_that_are_one_tensor_are_read_as_several() -> None:

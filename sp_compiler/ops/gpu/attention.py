@@ -59,6 +59,17 @@ _OPTIONS = {
     "BLOCKS_ARE_CONTIGUOUS": False,
     "WRITE_DQ": True,
 }
+# Scores that a program computes at a time: queries (M) x keys (N) in forward; in backward those of
+# the gradients of keys and values (M1 x N1) and of queries (M2 x N2). The bits of dropout take
+# registers, so that smaller blocks than PyTorch's own choice are faster (docs/gpu.md).
+_TILED_OPTIONS = {
+    **_OPTIONS,
+    "fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4, "fwd_num_stages": 2,
+    "bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 32,
+    "bwd_num_warps": 4, "bwd_num_stages": 3,
+}  # fmt: skip
+# Where that was measured: of wider heads the blocks would not fit on a core.
+_TILED_CAPABILITY, _TILED_WIDTHS = (9, 0), range(64, 129)
 _SETTINGS = {
     # The kernels read numbers of rows, and lists of blocks, as if those of one head followed those
     # of another; Inductor would leave room between them.
@@ -153,7 +164,10 @@ def compute(given: Given, place: Place) -> list[Tensor]:
     query, key, value = given[:3]
     (block_mask, mask), scores = _block_mask(given), _Scores(given, place)
     call: Any = functools.partial(
-        flex_attention, scale=place.scale, kernel_options=_OPTIONS, mask_mod_other_buffers=mask
+        flex_attention,
+        scale=place.scale,
+        kernel_options=_options(given),
+        mask_mod_other_buffers=mask,
     )
     plain = scores.plain, block_mask
     if given.seed is None:
@@ -193,9 +207,22 @@ def differentiate(given: Given, place: Place) -> list[Tensor]:
         grad_lse = place.p * delta / _LOG2_E
     given_to_kernel: tuple[Any, ...] = (
         *given[:3], context, lse, grad, grad_lse, *changed, block_mask,
-        place.scale, _OPTIONS, buffers, mask,
+        place.scale, _options(given), buffers, mask,
     )  # fmt: skip
     return [_queries_first(x) for x in flex_attention_backward(*given_to_kernel)[:3]]
+
+
+def _options(given: Given) -> dict[str, Any]:
+    """Return FlexAttention's options for a call."""
+    query = given.query
+    is_measured = (
+        given.seed is not None
+        and query.is_cuda
+        and query.element_size() == 2
+        and all(factor.shape[-1] in _TILED_WIDTHS for factor in (query, given.value))
+        and torch.cuda.get_device_capability(query.device) == _TILED_CAPABILITY
+    )
+    return _TILED_OPTIONS if is_measured else _OPTIONS
 
 
 class _Scores:

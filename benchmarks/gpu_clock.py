@@ -1,0 +1,28 @@
+"""Moments on an accelerator, whose kernels run behind the host; without one, on the host."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+
+def mark() -> Any:
+    """A moment: an event where kernels run behind the host, else seconds."""
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
+
+
+def elapsed_ms(begin: Any, end: Any) -> float:
+    """Milliseconds between two moments; waits for what was launched."""
+    finish()
+    elapsed = (end - begin) * 1e3 if isinstance(begin, float) else begin.elapsed_time(end)
+    return float(elapsed)
+
+
+def finish() -> None:
+    """Wait for the kernels: a launch returns long before its kernel ends."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gzip
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_slices
+import sp_compiler
+from benchmarks import gpu, gpu_attention, gpu_regions, gpu_slices, region_times
 from benchmarks.measure import PeakRecorder
+from sp_compiler.cost.hardware import hardware_of
 from sp_compiler.ops.gpu import attention
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -83,6 +86,30 @@ def test_every_contender_of_a_slice_runs(monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(row.step_ms == row.forward_ms + row.backward_ms for row in rows)
     assert {row.ratio for row in rows if row.contender == gpu_slices.BY_HAND} == {1.0}
     assert {row.over_none for row in rows} == {1.0}
+
+
+@pytest.mark.slow
+def test_attention_is_timed_with_dropout_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_attention, "WIDTHS", (64,))
+    rows = list(gpu_attention.attention("cpu", small=True, rounds=1))
+    # The others need a GPU.
+    assert [(row.dropout, row.contender) for row in rows] == [
+        (0.0, gpu_attention.ONE),
+        (0.1, gpu_attention.ONE),
+    ]
+    assert all(row.forward_ms > 0 and row.backward_ms > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_every_function_of_a_region_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_regions, "MODELS", {"GPT": gpu_regions.MODELS["GPT"]})
+    monkeypatch.setattr(region_times, "BACKENDS", ("eager",))
+    monkeypatch.setattr(sp_compiler, "profile", lambda device: hardware_of("h100"))
+    rows = list(gpu_regions.regions("cpu", small=True, rounds=1))
+    assert {(row.region, row.direction) for row in rows} == set(
+        itertools.product(("Prologue", "Block", "Epilogue"), ("forward", "backward"))
+    )
+    assert all(row.estimate == row.planned_ms / row.measured_ms > 0 for row in rows)
 
 
 @pytest.mark.slow

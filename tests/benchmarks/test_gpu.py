@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_slices
+import sp_compiler
+from benchmarks import gpu, gpu_attention, gpu_regions, gpu_slices, region_times
 from benchmarks.measure import PeakRecorder
+from sp_compiler.cost.hardware import H100
 from sp_compiler.ops.gpu import attention
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -83,6 +85,29 @@ def test_every_contender_of_a_slice_runs(monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(row.step_ms == row.forward_ms + row.backward_ms for row in rows)
     assert {row.ratio for row in rows if row.contender == gpu_slices.BY_HAND} == {1.0}
     assert {row.over_none for row in rows} == {1.0}
+
+
+@pytest.mark.slow
+def test_both_directions_of_attention_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU there is no other contender."""
+    monkeypatch.setattr(gpu_attention, "WIDTHS", (16,))
+    rows = list(gpu_attention.attention("cpu", small=True, rounds=1))
+    assert [(row.dropout, row.contender) for row in rows] == [
+        (0.0, gpu_attention.ONE), (gpu_attention.DROPOUT, gpu_attention.ONE)
+    ]  # fmt: skip
+    assert all(min(row.forward_ms, row.backward_ms) > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_each_region_is_planned_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sp_compiler, "profile", lambda device: H100)
+    monkeypatch.setattr(region_times, "BACKENDS", ("eager",))
+    rows = list(gpu_regions.regions("cpu", small=True, rounds=1))
+    for name in gpu_regions.MODELS:
+        found = {(row.region, row.direction) for row in rows if row.model == name}
+        assert len(found) == 6  # of the prologue, the layer and the epilogue
+    assert len(rows) == 12
+    assert all(row.estimate == row.planned_ms / row.measured_ms > 0 for row in rows)
 
 
 @pytest.mark.slow

@@ -8,7 +8,8 @@ numbers   loss and gradients of the same models on the device against the CPU, d
 slices    one rank's part of 8 of a layer of the paper's 22B and 175B and of Llama-3-70B, the other
           ranks being a fake process group whose collectives cost nothing: the product, eager,
           compiled by Inductor and, on an accelerator, replayed, beside hand-written Megatron-style
-          layers, and beside the unsharded layer in eager mode
+          layers, whose attention is written out or by PyTorch's kernels, and beside the unsharded
+          layer in eager mode
 attention the operator for attention beside what it stands for and PyTorch's kernels
 regions   forward and backward of each region of a GPT and a Llama, as planned with a profile of the
           device and as measured
@@ -72,9 +73,10 @@ _ABOUT = {
     "slices": "One rank's part of 8 of a layer of a large model, bfloat16, milliseconds; "
     "collectives cost nothing. *ratio* is to the first contender of a setting, *over none* to the "
     "same contender without recomputation. The hand-written layers and the unsharded GPT are "
-    "launched operator by operator and write attention out, which `sp_compiler` computes as "
-    "[one operator](#attention). The hand-written layers use PyTorch's own dropout and "
-    'recompute the attention core for "selective". Of gpt3-175b only what is listed was measured.',
+    "launched operator by operator and, unless a row says otherwise, write attention out, which "
+    "`sp_compiler` computes as [one operator](#attention). The hand-written layers use "
+    "PyTorch's own dropout and recompute the attention core for `selective`. Of gpt3-175b only "
+    "what is listed was measured.",
     "attention": "Causal attention of 4 x 8 heads and 2048 queries, bfloat16, milliseconds of its "
     "kernels: as one operator, with blocks of scores of the size that PyTorch would choose, as the "
     "operators that it stands for, and FlashAttention of PyTorch, whose masks are not those of "

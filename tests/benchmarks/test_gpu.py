@@ -78,8 +78,9 @@ def test_every_contender_of_a_slice_runs(monkeypatch: pytest.MonkeyPatch) -> Non
     rows = list(gpu_slices.slices("cpu", small=True, rounds=1))
     contenders = [row.contender for row in rows]
     # Dropout on and off; the layer of Llama-3-70B has no hand-written peer.
-    assert len(rows) == 2 * 4 + 3
+    assert len(rows) == 2 * 5 + 3
     assert contenders.count(gpu_slices.BY_HAND) == 2
+    assert contenders.count(gpu_slices.BY_HAND_FUSED) == 2
     assert contenders.count(gpu_slices.PRODUCT_INDUCTOR) == 3
     assert all(0 < row.forward_ms < row.step_ms for row in rows)
     assert all(row.step_ms == row.forward_ms + row.backward_ms for row in rows)

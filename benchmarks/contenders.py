@@ -75,11 +75,19 @@ def compiled(
     return step
 
 
-def megatron_style(config: GPTConfig, ids: Tensor, recompute: Recompute, sp: bool) -> Step:
+def megatron_style(
+    config: GPTConfig, ids: Tensor, recompute: Recompute, sp: bool, *, fused_attention: bool = False
+) -> Step:
     """Hand-written tensor parallelism, with or without sequence parallelism."""
     whole = plain_gpt(config, ids.device)
     with ids.device:
-        model = MegatronStyleGPT(whole, world_group(), sequence_parallel=sp, recompute=recompute)
+        model = MegatronStyleGPT(
+            whole,
+            world_group(),
+            sequence_parallel=sp,
+            recompute=recompute,
+            fused_attention=fused_attention,
+        )
 
     def step() -> None:
         model.zero_grad(set_to_none=True)

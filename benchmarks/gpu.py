@@ -8,7 +8,8 @@ numbers   loss and gradients of the same models on the device against the CPU, d
 slices    one rank's part of 8 of a layer of the paper's 22B and 175B and of Llama-3-70B, the other
           ranks being a fake process group whose collectives cost nothing: the product, eager,
           compiled by Inductor and, on an accelerator, replayed, beside hand-written Megatron-style
-          layers, and beside the unsharded layer in eager mode
+          layers, whose attention is written out or by PyTorch's kernels, and beside the unsharded
+          layer in eager mode
 attention the operator for attention beside what it stands for and PyTorch's kernels
 regions   forward and backward of each region of a GPT and a Llama, as planned with a profile of the
           device and as measured
@@ -71,16 +72,21 @@ _ABOUT = {
     "the loss and to the largest gradient.",
     "slices": "One rank's part of 8 of a layer of a large model, bfloat16, milliseconds; "
     "collectives cost nothing. *ratio* is to the first contender of a setting, *over none* to the "
-    "same contender without recomputation. The hand-written layers use PyTorch's own dropout and "
-    'recompute the attention core for "selective".',
+    "same contender without recomputation. The hand-written layers and the unsharded GPT are "
+    "launched operator by operator and, unless a row says otherwise, write attention out, which "
+    "`sp_compiler` computes as [one operator](#attention). The hand-written layers use "
+    "PyTorch's own dropout and recompute the attention core for `selective`. Of gpt3-175b only "
+    "what is listed was measured.",
     "attention": "Causal attention of 4 x 8 heads and 2048 queries, bfloat16, milliseconds of its "
     "kernels: as one operator, with blocks of scores of the size that PyTorch would choose, as the "
     "operators that it stands for, and FlashAttention of PyTorch, whose masks are not those of "
-    "any other number of ranks.",
+    "any other number of ranks. FlashAttention is told that it is causal; the operator is given a "
+    "mask, in which it finds the blocks to skip.",
     "regions": "One rank, hidden 4096, 4 x 2048 tokens, bfloat16, dropout 0.1 (GPT), `selective`: "
     "milliseconds of each region's functions as planned with `sp_compiler.profile()` of this "
-    "device and as measured; *estimate* is planned over measured. In the profile of these rows the "
-    "rate of random numbers was measured with launches, 121e9 a second, since when it is without.",
+    "device and as measured, the shortest of all steps; *estimate* is planned over measured. The "
+    "profile behind these rows has random numbers as too slow, 121e9 a second: the launch of their "
+    "kernel was in their time, as it no longer is.",
     "trace": "The kernels of a step of the 22B layer with dropout 0.1 and `selective`, generated "
     "code as it is.",
 }

@@ -75,13 +75,15 @@ def _contenders(
 
 
 def _ours(factors: Sequence[Tensor], mask: Tensor, dropout: float) -> Timed:
-    *given, grad = factors
+    query, key, value, grad = factors
     seed = torch.tensor(1, device=mask.device) if dropout else None
-    place: Any = (mask, seed, given[0].shape[-1] ** -0.5, dropout, 0, 1, _TP.world_size)
-    made = operators.dropout_attention(_TP, *given, *place)
+    place: Any = (mask, seed, query.shape[-1] ** -0.5, dropout, 0, 1, _TP.world_size)
+    given: Any = (query, key, value, *place)
+    made: Any = operators.dropout_attention(_TP, *given)
+    of_backward: Any = (grad, query, key, value, *made, *place)
     return (
-        lambda: operators.dropout_attention(_TP, *given, *place),
-        lambda: operators.dropout_attention_backward(_TP, grad, *given, *made, *place),
+        lambda: operators.dropout_attention(_TP, *given),
+        lambda: operators.dropout_attention_backward(_TP, *of_backward),
     )
 
 

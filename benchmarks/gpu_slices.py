@@ -37,6 +37,7 @@ PRODUCT_INDUCTOR = f"{PRODUCT}, inductor"
 PRODUCT_GRAPHS = f"{PRODUCT}, cuda_graphs"
 PRODUCT_BOTH = f"{PRODUCT}, inductor, cuda_graphs"
 BY_HAND = "Megatron style TP+SP"
+BY_HAND_FUSED = f"{BY_HAND}, PyTorch's attention"
 EAGER = "eager, unsharded"
 # The vocabulary is small: the head would hide the layer.
 _LAYER_VOCABULARY = 1024
@@ -125,7 +126,10 @@ def _gpt_steps(config: GPTConfig, ids: Tensor) -> dict[tuple[str, str], Step]:
             steps[PRODUCT_BOTH, recompute] = contenders.compiled(
                 config, ids, recompute, RANKS, cuda_graphs=True, backend="inductor"
             )
-    return {**steps, (EAGER, "none"): contenders.eager(config, ids, "none")}
+    # Of attention by one kernel there is nothing to recompute.
+    by_kernel = contenders.megatron_style(config, ids, "none", sp=True, fused_attention=True)
+    unsharded = contenders.eager(config, ids, "none")
+    return {**steps, (BY_HAND_FUSED, "none"): by_kernel, (EAGER, "none"): unsharded}
 
 
 def _llama_steps(device: str, *, small: bool) -> dict[tuple[str, str], Step]:

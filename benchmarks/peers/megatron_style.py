@@ -77,12 +77,14 @@ class RankStream:
 
 @dataclass(frozen=True)
 class Parallel:
-    """Settings of a run: its group, whether tokens are sharded, what is recomputed."""
+    """Settings of a run: its group, whether tokens are sharded, what is recomputed, and whether
+    attention is PyTorch's own."""
 
     group: ProcessGroup
     sequence_parallel: bool
     recompute: Recompute
     stream: RankStream
+    fused_attention: bool
 
     @property
     def size(self) -> int:
@@ -114,6 +116,16 @@ class Parallel:
             return x
         with self.stream.fork():
             return F.dropout(x, p, training)
+
+    def rank_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, p: float, training: bool
+    ) -> Tensor:
+        """Causal attention by PyTorch's kernels, whose dropout has another mask on each rank."""
+        dropped = p if training else 0.0
+        with self.stream.fork() if dropped else contextlib.nullcontext():
+            return F.scaled_dot_product_attention(
+                query, key, value, dropout_p=dropped, is_causal=True
+            )
 
     def recomputed(self, function: Callable[..., Tensor], *args: Tensor) -> Tensor:
         """``function(*args)``, keeping only ``args``."""
@@ -156,6 +168,12 @@ class ShardedAttention(nn.Module):
     def _core(self, qkv: Tensor) -> Tensor:
         """(s, b, 3h/t), each head's query, key and value side by side -> (s, b, h/t)."""
         length, batch, _ = qkv.shape
+        if self.parallel.fused_attention:
+            heads = qkv.view(length, batch, -1, 3 * self.config.head_dim).permute(1, 2, 0, 3)
+            context = self.parallel.rank_attention(
+                *heads.chunk(3, -1), self.config.attention_dropout, self.training
+            )
+            return context.permute(2, 0, 1, 3).reshape(length, batch, -1)
         heads = qkv.view(length, -1, 3 * self.config.head_dim).transpose(0, 1)
         query, key, value = heads.chunk(3, -1)
         scores = torch.bmm(query, key.transpose(1, 2)) * (1.0 / math.sqrt(self.config.head_dim))
@@ -211,6 +229,7 @@ class MegatronStyleGPT(nn.Module):
         sequence_parallel: shard tokens outside the linears.
         recompute: nothing, the attention core (the paper's selective recomputation), or each block.
         seed: of the ranks' own dropout streams.
+        fused_attention: by PyTorch's kernels instead of written out.
 
     Raises:
         ValueError: heads, vocabulary or hidden size do not divide by the group's size, or the head
@@ -225,6 +244,7 @@ class MegatronStyleGPT(nn.Module):
         sequence_parallel: bool = True,
         recompute: Recompute = "none",
         seed: int = 0,
+        fused_attention: bool = False,
     ) -> None:
         super().__init__()
         config = model.config
@@ -236,7 +256,7 @@ class MegatronStyleGPT(nn.Module):
         if not config.tied_head:
             raise ValueError("tied_head=False: this peer has the tied head only")
         stream = RankStream(seed * group.size() + group.rank())
-        parallel = Parallel(group, sequence_parallel, recompute, stream)
+        parallel = Parallel(group, sequence_parallel, recompute, stream, fused_attention)
         self.config, self.parallel = config, parallel
         self.token_embedding = nn.Parameter(
             torch.empty(config.vocab_size // group.size(), config.hidden_size)

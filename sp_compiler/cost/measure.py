@@ -25,7 +25,8 @@ _MATRIX_SIZES = (256, 512, 1024, 2048, 4096, 8192)
 _LONG_S = 0.05
 _RANDOM_COLUMNS = 1 << 12
 # The time of a small transfer is latency; large ones are as long as their bytes take.
-_SMALL_BYTES, _LARGE_BYTES = 1 << 10, 64 << 20  # more than most caches hold, as activations are
+# (More than most caches hold, as activations are.)
+_SMALL_BYTES, _LARGE_BYTES = 1 << 10, 64 << 20
 _COPY_BYTES = 256 << 20  # copies within a device are faster, and need more bytes to take as long
 _REPEATS = 7  # of which the shortest counts
 
@@ -103,9 +104,12 @@ def _name(device: torch.device) -> str:
 def _product_tflops(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
     """Return the highest rate of all sizes, and the rate of the largest size."""
     rates = []
+    # Its own: the random numbers of the program stay as they were, of which each rank, depending on
+    # its speed, would else have drawn another count.
+    generator = torch.Generator(device).manual_seed(0)
     for size in _MATRIX_SIZES:
         # Of random numbers: a GPU multiplies ones faster, for they take less power.
-        matrix = torch.randn(size, size, device=device).to(dtype)
+        matrix = torch.randn(size, size, generator=generator, device=device).to(dtype)
         time_s = _time_s(partial(torch.mm, matrix, matrix, out=torch.empty_like(matrix)), device)
         rates.append(2 * size**3 / 1e12 / time_s)
         if time_s > _LONG_S:
@@ -120,10 +124,8 @@ def _random(device: torch.device) -> float:
     def time_us(num_bytes: int) -> float:
         x = torch.ones(num_bytes // torch.float32.itemsize, device=device)
         rows = x.view(-1, min(x.numel(), _RANDOM_COLUMNS))
-        return (
-            _time_s(partial(dropout, Communicator(None, 0, 1), rows, seed, 0.1, 0, 0, 1), device)
-            * 1e6
-        )
+        draw = partial(dropout, Communicator(None, 0, 1), rows, seed, 0.1, 0, 0, 1)
+        return _time_s(draw, device) * 1e6
 
     # Without the launch, which takes a GPU's host as long as the kernel takes.
     return _link(time_us, _LARGE_BYTES, 1.0).gb_per_s / torch.float32.itemsize

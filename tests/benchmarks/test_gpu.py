@@ -16,7 +16,7 @@ import torch
 import sp_compiler
 from benchmarks import gpu, gpu_attention, gpu_regions, gpu_slices, region_times
 from benchmarks.measure import PeakRecorder
-from sp_compiler.cost.hardware import hardware_of
+from sp_compiler.cost.hardware import H100
 from sp_compiler.ops.gpu import attention
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -79,8 +79,9 @@ def test_every_contender_of_a_slice_runs(monkeypatch: pytest.MonkeyPatch) -> Non
     rows = list(gpu_slices.slices("cpu", small=True, rounds=1))
     contenders = [row.contender for row in rows]
     # Dropout on and off; the layer of Llama-3-70B has no hand-written peer.
-    assert len(rows) == 2 * 4 + 3
+    assert len(rows) == 2 * 5 + 3
     assert contenders.count(gpu_slices.BY_HAND) == 2
+    assert contenders.count(gpu_slices.BY_HAND_FUSED) == 2
     assert contenders.count(gpu_slices.PRODUCT_INDUCTOR) == 3
     assert all(0 < row.forward_ms < row.step_ms for row in rows)
     assert all(row.step_ms == row.forward_ms + row.backward_ms for row in rows)
@@ -104,7 +105,7 @@ def test_attention_is_timed_with_dropout_and_without(monkeypatch: pytest.MonkeyP
 def test_every_function_of_a_region_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_regions, "MODELS", {"GPT": gpu_regions.MODELS["GPT"]})
     monkeypatch.setattr(region_times, "BACKENDS", ("eager",))
-    monkeypatch.setattr(sp_compiler, "profile", lambda device: hardware_of("h100"))
+    monkeypatch.setattr(sp_compiler, "profile", lambda device: H100)
     rows = list(gpu_regions.regions("cpu", small=True, rounds=1))
     assert {(row.region, row.direction) for row in rows} == set(
         itertools.product(("Prologue", "Block", "Epilogue"), ("forward", "backward"))

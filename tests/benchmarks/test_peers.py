@@ -70,24 +70,18 @@ def _dtensor(settings: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
 
 
 def _dropout_losses() -> list[tuple[float, float]]:
-    """Losses of two runs from one seed, by (sequence parallel, recompute)."""
+    """Losses of runs from one seed, by (attention, sequence parallel, recompute)."""
     group = dist.group.WORLD
     assert group is not None
     losses = []
-    for sequence_parallel in (False, True):
-        for recompute in ("none", "attention", "full"):
-            model = MegatronStyleGPT(
-                _model(dropout=0.2, attention_dropout=0.2),
-                group,
-                sequence_parallel=sequence_parallel,
-                recompute=recompute,
-            )
-            torch.manual_seed(3)
-            loss = model(_ids(), _ids())
-            loss.backward()
-            model.finish_gradients()
-            norm = sum(float(grad.square().sum()) for grad in model.whole_gradients().values())
-            losses.append((float(loss), norm))
+    for setting in MEGATRON_SETTINGS:
+        model = MegatronStyleGPT(_model(dropout=0.2, attention_dropout=0.2), group, **setting)
+        torch.manual_seed(3)
+        loss = model(_ids(), _ids())
+        loss.backward()
+        model.finish_gradients()
+        norm = sum(float(grad.square().sum()) for grad in model.whole_gradients().values())
+        losses.append((float(loss), norm))
     return losses
 
 
@@ -97,17 +91,21 @@ def _assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> Non
         torch.testing.assert_close(actual[name], value, rtol=1e-10, atol=1e-13, msg=name)
 
 
-SETTINGS = [
+SETTINGS: list[dict[str, Any]] = [
     {"sequence_parallel": sequence_parallel, "recompute": recompute}
     for sequence_parallel in (False, True)
     for recompute in ("none", "attention", "full")
+]
+MEGATRON_SETTINGS = [
+    {**setting, "fused_attention": fused} for fused in (False, True) for setting in SETTINGS
 ]
 
 
 @pytest.mark.slow
 def test_megatron_style_equals_the_plain_model() -> None:
+    """With attention written out, and by PyTorch's kernels."""
     expected = _eager(_model())
-    for rank in run_on_ranks(2, _megatron, SETTINGS):
+    for rank in run_on_ranks(2, _megatron, MEGATRON_SETTINGS):
         for result in rank:
             _assert_close(result, expected)
 
@@ -121,7 +119,7 @@ def test_dtensor_equals_the_plain_model() -> None:
 
 def test_recompute_redraws_the_same_dropout_masks() -> None:
     for losses in run_on_ranks(2, _dropout_losses):
-        for first in (0, 3):
+        for first in (0, 3, 6, 9):
             assert losses[first] == pytest.approx(losses[first + 1], rel=1e-12)
             assert losses[first] == pytest.approx(losses[first + 2], rel=1e-12)
         assert losses[0] != losses[3]

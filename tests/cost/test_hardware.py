@@ -125,7 +125,10 @@ def test_a_measurement_is_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(measure, "_COPY_BYTES", 1 << 20)
     monkeypatch.setattr(measure, "_LARGE_BYTES", 1 << 16)
     path = tmp_path / "here.toml"
+    random_numbers = torch.get_rng_state()
     measured = sp_compiler.profile(path, device="cpu", interconnect="a100")
+    # Ranks measure for different times, and initialize the same model after that.
+    assert torch.equal(torch.get_rng_state(), random_numbers)
     assert hardware_of(path) == measured
     assert measured.random_g_per_s is not None
     assert measured.name.endswith("threads")

@@ -60,11 +60,15 @@ def test_numbers_are_those_of_the_operators(
 
     given = kernels.Given(query, key, value, mask, seed, torch.tensor(3))
     place = kernels.Place(1, 0.25, p, 1, 2, 0, 0)
-    results = interpreted(run_emitted, _emitted(kernels.compute, given, place), _present(given))
+    text = _emitted(kernels.compute, given, place)
+    assert not tiled or _blocks(text) == {"BLOCK_M": 64, "BLOCK_N": 64}
+    results = interpreted(run_emitted, text, _present(given))
     for actual, each in zip(results, (context, logsumexp), strict=True):
         torch.testing.assert_close(actual.double(), each, rtol=0, atol=1e-5)
     given = given._replace(grad=grad, context=context.float(), logsumexp=logsumexp.float())
     text = _emitted(kernels.differentiate, given, place)
+    backward = {"BLOCK_M1": 32, "BLOCK_N1": 64, "BLOCK_M2": 64, "BLOCK_N2": 32}
+    assert not tiled or _blocks(text) == backward
     for actual, each in zip(interpreted(run_emitted, text, _present(given)), expected, strict=True):
         torch.testing.assert_close(actual.double(), each, rtol=0, atol=1e-5)
 
@@ -114,6 +118,9 @@ def test_blocks_of_scores_are_chosen_where_they_were_measured(
     assert not is_tiled(_Factor((2, 3, 256, 160)))
     assert not is_tiled(_Factor((2, 3, 256, 32)))
     assert not is_tiled(_Factor(), _Factor((2, 3, 256, 160)))
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert not is_tiled(_Factor())
+    monkeypatch.setattr(torch.version, "hip", None)
     capability = 8, 0
     assert not is_tiled(_Factor())
 
@@ -168,6 +175,13 @@ def test_a_precision_by_either_setting_is_one_of_its_own(monkeypatch: pytest.Mon
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
     assert compilations == ["ieee", "tf32"]
+
+
+def _blocks(text: str) -> dict[str, int]:
+    """Sides of the blocks of scores of all kernels in a text."""
+    found = set(re.findall(r"\b(BLOCK_[MN]\d?) : tl.constexpr = (\d+)", text))
+    assert len(found) == len({side for side, _ in found})
+    return {side: int(size) for side, size in found}
 
 
 def _of_backward(

@@ -220,6 +220,7 @@ def _options(given: Given) -> dict[str, Any]:
         and query.is_cuda
         and query.element_size() == 2
         and all(factor.shape[-1] in _TILED_WIDTHS for factor in (query, given.value))
+        and torch.version.hip is None  # of AMD's GPUs some have the same number
         and torch.cuda.get_device_capability(query.device) == _TILED_CAPABILITY
     )
     return _TILED_OPTIONS if is_measured else _OPTIONS

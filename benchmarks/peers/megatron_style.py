@@ -170,8 +170,9 @@ class ShardedAttention(nn.Module):
         length, batch, _ = qkv.shape
         if self.parallel.fused_attention:
             heads = qkv.view(length, batch, -1, 3 * self.config.head_dim).permute(1, 2, 0, 3)
+            query, key, value = heads.chunk(3, -1)
             context = self.parallel.rank_attention(
-                *heads.chunk(3, -1), self.config.attention_dropout, self.training
+                query, key, value, self.config.attention_dropout, self.training
             )
             return context.permute(2, 0, 1, 3).reshape(length, batch, -1)
         heads = qkv.view(length, -1, 3 * self.config.head_dim).transpose(0, 1)

@@ -1,7 +1,7 @@
 """One rank's part of 8 of a layer of a large model, beside layers that are written by hand.
 
-The other ranks are a fake process group whose collectives cost nothing. Run by
-``python -m benchmarks.gpu --only slices trace``.
+The other ranks are a fake process group: its all-gathers copy this rank's part once for each rank.
+Run by ``python -m benchmarks.gpu --only slices trace``.
 """
 
 from __future__ import annotations

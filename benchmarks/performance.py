@@ -39,7 +39,7 @@ Contenders that shard tokens too (*TP+SP*) are compared with `sequence_parallel=
 (*TP*) with `False`, so that both communicate the same. With "selective", sp_compiler alone
 recomputes more than the attention core, and saves less.""",
     "one-device": 'The same model on one device: `tp=1`, `recompute="none"`, against eager.',
-    "overhead": """Hidden 64 and a fake process group, whose collectives cost nothing: the CPU time
+    "overhead": """Hidden 64 and a fake process group, whose collectives send nothing: the CPU time
 is mostly Python overhead.""",
     "fsdp": """CPU time of a step on a grid, the sum over four gloo processes; hidden 256, 4 layers,
 8 x 128 tokens for each of two parts of the data, `recompute="none"`. *Megatron style + FSDP2* is

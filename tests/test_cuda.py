@@ -145,6 +145,7 @@ def test_a_mask_of_more_than_32_bits_of_elements() -> None:
         (torch.float32, 200, 333, 96),
         (torch.bfloat16, 1024, 1024, 128),
         (torch.bfloat16, 1100, 200, 64),
+        (torch.bfloat16, 300, 500, 96),
         (torch.float16, 300, 300, 256),
     ],
 )

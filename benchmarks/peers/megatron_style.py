@@ -49,21 +49,28 @@ class RankStream:
     """A random stream of this rank's own beside torch's, which all ranks advance alike.
 
     Dropouts on sharded values must differ between ranks, those on replicated ones must not.
+
+    Args:
+        device: where the dropouts are; a GPU has a generator of its own.
     """
 
-    def __init__(self, seed: int) -> None:
-        self.state = torch.Generator().manual_seed(seed).get_state()
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.state = torch.Generator(device).manual_seed(seed).get_state()
+        if device.type == "cuda":
+            self._default = torch.cuda.default_generators[device.index]
+        else:
+            self._default = torch.default_generator
 
     @contextlib.contextmanager
     def fork(self) -> Iterator[None]:
         """Inside, torch's default generator is this stream."""
-        shared = torch.get_rng_state()
-        torch.set_rng_state(self.state)
+        shared = self._default.get_state()
+        self._default.set_state(self.state)
         try:
             yield
         finally:
-            self.state = torch.get_rng_state()
-            torch.set_rng_state(shared)
+            self.state = self._default.get_state()
+            self._default.set_state(shared)
 
     @contextlib.contextmanager
     def replay(self, state: Tensor) -> Iterator[None]:
@@ -256,7 +263,8 @@ class MegatronStyleGPT(nn.Module):
                 )
         if not config.tied_head:
             raise ValueError("tied_head=False: this peer has the tied head only")
-        stream = RankStream(seed * group.size() + group.rank())
+        device = next(model.parameters()).device
+        stream = RankStream(seed * group.size() + group.rank(), device)
         parallel = Parallel(group, sequence_parallel, recompute, stream, fused_attention)
         self.config, self.parallel = config, parallel
         self.token_embedding = nn.Parameter(

@@ -23,11 +23,10 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _MATRIX_SIZES = (256, 512, 1024, 2048, 4096, 8192)
 # A product that takes longer than this is the last of its dtype: the larger take eight times that.
 _LONG_S = 0.05
-_RANDOM_COLUMNS = 1 << 12
+_RANDOM_COLUMNS = 1 << 12  # of a row, as wide as activations are
 # The time of a small transfer is latency; large ones are as long as their bytes take.
-# (More than most caches hold, as activations are.)
 _SMALL_BYTES, _LARGE_BYTES = 1 << 10, 64 << 20
-_COPY_BYTES = 256 << 20  # copies within a device are faster, and need more bytes to take as long
+_COPY_BYTES = 256 << 20  # a device's own memory is faster, and needs more bytes to take as long
 _REPEATS = 7  # of which the shortest counts
 
 
@@ -128,7 +127,7 @@ def _random(device: torch.device) -> float:
         return _time_s(draw, device) * 1e6
 
     # Without the launch, which takes a GPU's host as long as the kernel takes.
-    return _link(time_us, _LARGE_BYTES, 1.0).gb_per_s / torch.float32.itemsize
+    return _link(time_us, _COPY_BYTES, 1.0).gb_per_s / torch.float32.itemsize
 
 
 def _copy(source: torch.device, target: torch.device) -> Link:

@@ -123,7 +123,6 @@ def test_launches_are_no_part_of_the_rate_of_random_numbers(
 def test_a_measurement_is_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_MATRIX_SIZES", (32, 64))
     monkeypatch.setattr(measure, "_COPY_BYTES", 1 << 20)
-    monkeypatch.setattr(measure, "_LARGE_BYTES", 1 << 16)
     path = tmp_path / "here.toml"
     random_numbers = torch.get_rng_state()
     measured = sp_compiler.profile(path, device="cpu", interconnect="a100")

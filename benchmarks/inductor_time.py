@@ -60,52 +60,66 @@ class Row:
     saved_mib: float
 
 
-def _gpt(layers: int) -> nn.Module:
+def _gpt(
+    layers: int,
+    *,
+    length: int = LENGTH,
+    width: int = WIDTH,
+    heads: int = HEADS,
+    dropout: float = DROPOUT,
+) -> nn.Module:
     return plain_gpt(
         GPTConfig(
             vocab_size=VOCABULARY,
-            num_positions=LENGTH,
-            hidden_size=WIDTH,
+            num_positions=length,
+            hidden_size=width,
             num_layers=layers,
-            num_heads=HEADS,
-            dropout=DROPOUT,
-            attention_dropout=DROPOUT,
+            num_heads=heads,
+            dropout=dropout,
+            attention_dropout=dropout,
         )
     )
 
 
-def _llama(layers: int) -> nn.Module:
+def _llama(
+    layers: int,
+    *,
+    length: int = LENGTH,
+    width: int = WIDTH,
+    heads: int = HEADS,
+    dropout: float = DROPOUT,
+) -> nn.Module:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY,
-        max_position_embeddings=LENGTH,
-        hidden_size=WIDTH,
-        intermediate_size=4 * WIDTH,
+        max_position_embeddings=length,
+        hidden_size=width,
+        intermediate_size=4 * width,
         num_hidden_layers=layers,
-        num_attention_heads=HEADS,
-        attention_dropout=DROPOUT,
+        num_attention_heads=heads,
+        attention_dropout=dropout,
         use_cache=False,
     )
     return transformers.LlamaForCausalLM(config)
 
 
-MODELS: Mapping[str, Callable[[int], nn.Module]] = {"GPT": _gpt, "Llama": _llama}
+MODELS: Mapping[str, Callable[..., nn.Module]] = {"GPT": _gpt, "Llama": _llama}
 
 
-def _inputs() -> dict[str, Tensor]:
+def random_inputs(batch: int = BATCH, length: int = LENGTH) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)
+    ids = torch.randint(VOCABULARY, (batch, length), generator=generator)
     return {"input_ids": ids, "labels": ids}
 
 
 def _compiled(model: nn.Module, tp: int, backend: str, recompute: str = "selective") -> nn.Module:
     return sp_compiler.compile(
-        model, tp=tp, backend=backend, recompute=recompute, example_inputs=((), _inputs())
+        model, tp=tp, backend=backend, recompute=recompute, example_inputs=((), random_inputs())
     )
 
 
 def _step(model: nn.Module) -> Step:
-    inputs = _inputs()
+    inputs = random_inputs()
 
     def step() -> None:
         model.zero_grad(set_to_none=True)
@@ -124,7 +138,7 @@ def _saved_bytes(model: nn.Module) -> int:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        output = model(**_inputs())
+        output = model(**random_inputs())
     for tensor in (*model.parameters(), *model.buffers()):
         local = getattr(tensor, "_local_tensor", tensor)
         storages.pop(local.untyped_storage().data_ptr(), None)

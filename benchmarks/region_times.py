@@ -157,7 +157,7 @@ def main() -> None:
         row
         for name, build in inductor_time.MODELS.items()
         for row in compare(
-            name, partial(build, LAYERS), inductor_time._inputs(), options.rounds, hardware
+            name, partial(build, LAYERS), inductor_time.random_inputs(), options.rounds, hardware
         )
     ]
     table = Table(*asdict(rows[0]))

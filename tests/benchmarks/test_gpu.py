@@ -103,7 +103,7 @@ def test_attention_is_timed_with_dropout_and_without(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.slow
 def test_every_function_of_a_region_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_regions, "MODELS", {"GPT": gpu_regions.MODELS["GPT"]})
+    monkeypatch.setattr(gpu_regions, "DROPOUT", {"GPT": 0.1})
     monkeypatch.setattr(region_times, "BACKENDS", ("eager",))
     monkeypatch.setattr(sp_compiler, "profile", lambda device: H100)
     rows = list(gpu_regions.regions("cpu", small=True, rounds=1))

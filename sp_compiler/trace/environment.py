@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.fx.experimental import proxy_tensor
 
 from sp_compiler.base.autocast import explicit_casts
 from sp_compiler.base.decisions import callers_modes_kept
@@ -103,6 +104,7 @@ def export_context(
         stack.enter_context(explicit_casts())
         stack.enter_context(_without_tensor_hooks())
         stack.enter_context(_integers_drawn_by_randint())
+        stack.enter_context(_without_proxies_of_modules())
         stack.enter_context(_without_torch_warnings())
         stack.enter_context(patched_tracers())
         if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
@@ -264,6 +266,23 @@ def _integers_drawn_by_randint() -> Iterator[None]:
 
     # torch internals: Tensor.random_. It has no other way to set aside an overload.
     with mock.patch.object(torch.Tensor, "random_", random_):
+        yield
+
+
+@contextlib.contextmanager
+def _without_proxies_of_modules() -> Iterator[None]:
+    """Give the forward the model's own modules where one of them has two names, as an activation
+    that layers share.
+
+    Torch's tracer would put a new object in the place of each module whenever it is read, to tell
+    by which name: ``layer is self.layers[-1]`` and ``type(layer) is Layer`` would be false, what is
+    read of an attribute would go unseen, and a slice of a list would have layers of unknown names.
+    """
+    # torch internals: _ModuleStackTracer.enable_attr_proxy. The tracer sets it itself.
+    never = property(lambda _: False, lambda _, wanted: None)
+    with mock.patch.object(
+        proxy_tensor._ModuleStackTracer, "enable_attr_proxy", never, create=True
+    ):
         yield
 
 

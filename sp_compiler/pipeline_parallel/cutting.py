@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, partial
@@ -58,13 +58,13 @@ def check_layers(
     layers = [module for path, module in model.named_modules() if is_layer(path)]
     if num_stages == 1 or len(layers) >= num_stages:
         return
-    own = [*model.named_parameters(), *model.named_buffers()]
     mode = FakeTensorMode()
 
+    @cache  # what is tied stays so
     def fake(value: Tensor) -> Tensor:
         return mode.from_tensor(value.detach().to("meta"))
 
-    tensors = {name: fake(value) for name, value in own}
+    tensors = {name: fake(value) for name, value in _named_once(model)}
     inputs = pytree.tree_map_only(Tensor, fake, (tuple(args), {**kwargs}))
     uses: list[nn.Module] = []
     try:
@@ -75,10 +75,21 @@ def check_layers(
             for layer in layers:
                 hook = layer.register_forward_pre_hook(lambda module, _: uses.append(module))
                 stack.callback(hook.remove)
-            functional_call(model, tensors, *inputs)
+            # Told to tie weights, it would replace those of a module with two names twice, and
+            # in the end put back what it had put there first.
+            functional_call(model, tensors, *inputs, tie_weights=False)
     except Exception:  # of the model's own code
         return
     _check_layers(len(uses), num_stages)
+
+
+def _named_once(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and buffers of every module, by one of its names, tied ones too."""
+    for path, module in model.named_modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, value in tensors.items():
+                if value is not None:
+                    yield f"{path}.{name}" if path else name, value
 
 
 def _check_layers(layers: int, num_stages: int) -> None:

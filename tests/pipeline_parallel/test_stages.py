@@ -217,6 +217,32 @@ def test_layers_are_counted_before_the_capture(device: str) -> None:
     check_layers(nn.Linear(4, 4), (x,), {}, 1)
 
 
+class _Shared(nn.Module):
+    """One block in all places of a list, and a weight that is tied besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4)] * 3)
+        self.head = nn.Linear(4, 4)
+        self.head.weight = self.blocks[0].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        total: torch.Tensor = self.head(x).sum()
+        return total
+
+
+def test_counting_layers_leaves_a_block_of_several_names_as_it_was() -> None:
+    model = _Shared()
+    before = dict(model.named_parameters(remove_duplicate=False))
+    check_layers(model, (torch.randn(2, 4),), {}, 3)
+    after = dict(model.named_parameters(remove_duplicate=False))
+    assert all(after[name] is value for name, value in before.items())
+    with pytest.raises(ArgumentError, match="3 layers, too few for 4 pipeline stages"):
+        check_layers(model, (torch.randn(2, 4),), {}, 4)
+
+
 def test_too_many_stages_are_refused_before_the_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sp_compiler.compiler.capture", lambda *_, **__: pytest.fail("captured"))
     model, inputs = zoo.build("plain", layers=2), ((), zoo.inputs("plain"))

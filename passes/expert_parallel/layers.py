@@ -13,7 +13,7 @@ from sp_compiler.ir.op_traits import is_grouped_product
 
 HOW = (
     "Experts that are divided are a parameter with a matrix per expert, the factor of grouped "
-    "products or picked by the expert of each row (in transformers: "
+    "products or picked by the expert of each row, as w[ids] with ids of one dim (in transformers: "
     'model.set_experts_implementation("grouped_mm"))'
 )
 _aten = torch.ops.aten

@@ -38,6 +38,15 @@ class AllOfThem(Grouped):
         return (y.gather(1, chosen[..., None].expand(-1, -1, HIDDEN)) * weights[..., None]).sum(1)
 
 
+class PickedTogether(Grouped):
+    """The matrices of all choices of a token by one lookup, with ids of two dims."""
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        y = F.gelu(torch.einsum("tk,tckn->tcn", x, self.up[chosen]))
+        y = torch.einsum("tcn,tcnk->tck", y, self.down[chosen])
+        return (y * weights[..., None]).sum(1)
+
+
 class Mixing(Grouped):
     """Rows see each other between the products."""
 
@@ -274,6 +283,7 @@ def test_rows_are_sent_around_what_reads_the_experts() -> None:
     [
         (AllOfThem, 2, UnsupportedError, "module 'layers.0.experts' are computed in another way"),
         (Dense, 2, UnsupportedError, "module 'layers.0.experts.up' are computed in another way"),
+        (PickedTogether, 2, UnsupportedError, r"in another way.*as w\[ids\] with ids of one dim"),
         (Mixing, 2, UnsupportedError, "not known to compute each row from itself.*layers.0.exp"),
         (
             OfBatch,

@@ -59,7 +59,10 @@ def capture_error(
 
 def _explained(error: Exception, text: str) -> tuple[str, str]:
     """Return what to say of an error whose first line is ``text``, and what to do about it."""
-    advice = "the model's forward must run as it is on these inputs; run it once without compiling"
+    advice = (
+        "the model's forward must run as it is on these inputs; run it once without compiling. If "
+        "that works, look for torch.compiler.is_compiling() in it, which is True here"
+    )
     if isinstance(error, DynamicOutputShapeException):  # lstsq
         text = f"the size of a result of {error.func} depends on the numbers in a tensor"
         advice = "let the model return the operands, and call this operator outside of forward"

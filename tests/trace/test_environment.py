@@ -221,3 +221,16 @@ class _Refusing(nn.Module):
 def test_control_flow_that_dynamo_refuses_is_named() -> None:
     with pytest.raises(CaptureError, match=r"(?s)cond calls functions.*what to do: .*torch\.where"):
         capture(_Refusing(), (torch.randn(2, 8),), {})
+
+
+def test_a_branch_for_tracers_that_fails() -> None:
+    """As the encoder of Switch Transformers without a mask, which runs in eager mode."""
+
+    class Branch(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            if mask is None and not torch.compiler.is_compiling():
+                mask = torch.ones_like(x)
+            return x * mask[:, None]  # type: ignore[index]
+
+    with pytest.raises(CaptureError, match=r"look for torch\.compiler\.is_compiling\(\) in it"):
+        capture(Branch(), (torch.ones(2),))

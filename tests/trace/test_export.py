@@ -299,19 +299,6 @@ def test_text_of_a_tensor_is_refused_where_it_would_be_seen(is_returned: bool) -
         capture(Describes(), (torch.ones(2),))
 
 
-def test_a_branch_for_tracers_that_fails() -> None:
-    """As the encoder of Switch Transformers without a mask, which runs in eager mode."""
-
-    class Branch(nn.Module):
-        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-            if mask is None and not torch.compiler.is_compiling():
-                mask = torch.ones_like(x)
-            return x * mask[:, None]  # type: ignore[index]
-
-    with pytest.raises(CaptureError, match=r"look for torch\.compiler\.is_compiling\(\) in it"):
-        capture(Branch(), (torch.ones(2),))
-
-
 @pytest.mark.parametrize("args", [(), (torch.ones(2, 5),)])
 def test_a_call_that_fails_is_one_error(
     args: tuple[Tensor, ...], caplog: pytest.LogCaptureFixture

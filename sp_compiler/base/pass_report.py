@@ -49,6 +49,7 @@ class Pass(StrEnum):
     SPLIT_BACKWARD = "split_backward"
     OVERLAP = "overlap"
     ASYNC_TP = "async_tp"
+    REINPLACE = "reinplace"
     CODEGEN = "codegen"
 
     def __repr__(self) -> str:

@@ -84,3 +84,18 @@ FUNCTIONS = {
     aten.gelu.default: "F.gelu",
     aten.linear.default: "F.linear",
 }
+
+
+def _in_place() -> dict[torch._ops.OpOverload, str]:
+    """Forms of the operators above that write into their first argument, where that has a method
+    for it."""
+    found = {}
+    for operator in (*INFIX, *METHODS, *FUNCTIONS):
+        name, _, overload = operator.__name__.partition(".")
+        packet = getattr(aten, f"{name}_", None)
+        if packet is not None and overload in packet.overloads():
+            found[getattr(packet, overload)] = f"{name}_"
+    return {form: name for form, name in found.items() if hasattr(torch.Tensor, name)}
+
+
+METHODS |= _in_place()

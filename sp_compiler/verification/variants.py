@@ -42,7 +42,13 @@ from sp_compiler.verification.interpret import (
 )
 
 _JOINT = (Pass.JOINT, Pass.SIMPLIFY, Pass.CHUNK)
-_DIVIDED = (Pass.PARTITION, Pass.SPLIT_BACKWARD, Pass.OVERLAP, Pass.ASYNC_TP)
+_DIVIDED = (
+    Pass.PARTITION,
+    Pass.SPLIT_BACKWARD,
+    Pass.OVERLAP,
+    Pass.ASYNC_TP,
+    Pass.REINPLACE,
+)
 
 
 def variants_by_pass(

@@ -1,0 +1,91 @@
+"""Let pointwise operators write into an operand that nothing else reads.
+
+::
+
+    scores = matmul(q, k)                        scores = matmul(q, k)
+    scaled = mul(scores, scale)           ->     scaled = mul_(scores, scale)
+    masked = masked_fill(scaled, mask, -inf)     masked = masked_fill_(scaled, mask, -inf)
+
+Each then touches no new memory, which on a CPU costs more than the arithmetic, and ``masked_fill``
+is a fill without the copy before it. The kernels are the same, and so is every number.
+
+For code that runs as it is generated: Inductor fuses such operators into one kernel. The last pass,
+behind the checks of placements: the passes before may move a node as long as its operands are there
+still, and copy the computation of a value to where it is read. Mutates the graphs; reads
+``meta["val"]``.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from sp_compiler.base.pass_report import Pass, report_of
+from sp_compiler.ir.forward_backward import Partitioned
+from sp_compiler.ir.fx import carries_gradient
+from sp_compiler.ir.op_traits import base, may_be_overwritten, same_layout
+from sp_compiler.ir.symbolic import same_shape
+
+aten = torch.ops.aten
+# Of these either operand can be written into: a sum of two numbers is one in either order.
+_COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor)
+
+
+def reinplace(parts: Partitioned, backend: str) -> Partitioned:
+    """Return ``parts``, in whose functions operators write in place where they can.
+
+    Args:
+        backend: of which all but "eager" are given ``parts`` as they are.
+    """
+    for graph in parts.functions.values() if backend == "eager" else ():
+        for node in list(graph.nodes):
+            operator = _in_place(node.target) if node.op == "call_function" else None
+            if operator is not None:
+                _write(node, operator)
+        graph.lint()
+    return parts
+
+
+@functools.cache
+def _in_place(target: Any) -> Any:
+    """Return the form of a pointwise operator that writes into its first argument, or ``None``."""
+    if getattr(target, "namespace", "") != "aten" or torch.Tag.pointwise not in target.tags:
+        return None
+    name, _, overload = target.__name__.partition(".")
+    found = getattr(getattr(aten, f"{name}_", None), overload, None)
+    if found is None:
+        return None
+    # pow(2, x) has a namesake that writes into the base.
+    own, other = (
+        [(argument.name, str(argument.type)) for argument in way._schema.arguments]
+        for way in (target, found)
+    )
+    return found if own == other else None
+
+
+def _write(node: Node, operator: Any) -> None:
+    """Let ``node`` write into an operand that may be overwritten."""
+    swaps = node.target in _COMMUTATIVE and len(node.args) == 2 and not node.kwargs
+    for index in range(2 if swaps else 1):
+        written, *others = node.args[index:] + node.args[:index]
+        if isinstance(written, Node) and _may_write(node, written):
+            node.target, node.args = operator, (written, *others)
+            report_of(Pass.REINPLACE).rewrote(kind="in place")
+            return
+
+
+def _may_write(node: Node, written: Node) -> bool:
+    value, old = node.meta["val"], written.meta["val"]
+    if not isinstance(old, Tensor) or not carries_gradient(value):
+        return False
+    # Of a number, or one a row, nothing is gained, and plain arithmetic reads better.
+    if not value.dim() or same_shape(value.shape[-1:], [1]):
+        return False
+    if not same_layout(node, written) or not may_be_overwritten(written):
+        return False
+    others = [operand for operand in node.all_input_nodes if operand is not written]
+    return base(written) not in map(base, others)

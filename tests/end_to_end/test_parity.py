@@ -141,8 +141,7 @@ def test_what_does_not_divide_is_padded_or_whole(name: str, tp: int) -> None:
     ("size", "name"),
     [
         ((1, 1), "plain"),
-        ((1, 2), "plain"),
-        slow((2, 1), "plain"),
+        *(slow(size, "plain") for size in ((1, 2), (2, 1))),
         slow((1, 1), "gpt2"),
         slow((1, 2), "llama"),
     ],
@@ -175,9 +174,8 @@ def test_gradient_of_inputs_embeds(
         parity.assert_parity(found, _TIGHT, tp=tp, sequence_parallel=sequence_parallel)
 
 
-_SLOW_ARCHITECTURES = slow_but(("llama", "plain"), _ARCHITECTURES)
 # In float64 each but T5, which takes longest; in one lower precision each.
-_BUT_T5 = slow_but(("llama", "plain"), [name for name in _ARCHITECTURES if name != "t5"])
+_BUT_T5 = slow_but(("plain",), [name for name in _ARCHITECTURES if name != "t5"])
 
 
 def _against_eager(name: str, dtype: torch.dtype, **options: Any) -> tuple[Step, Step]:
@@ -231,7 +229,8 @@ def test_against_eager_in_float32(name: str) -> None:
     assert _error(actual, eager, 1e-2) < 1e-5
 
 
-@pytest.mark.parametrize("name", _SLOW_ARCHITECTURES[::2])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", _ARCHITECTURES[::2])
 def test_bfloat16(name: str) -> None:
     """As near to the same parameters in float64 as the model itself is in bfloat16."""
     actual, eager = _against_eager(name, torch.bfloat16, tp=2)

@@ -62,7 +62,7 @@ GOLDEN = [
     ("plain", 1, "none", "b*s*(32*h + 4*a*s)"),
     ("plain", 2, "selective", "20*b*s*h/t"),
     ("plain", 2, "full", "2*b*s*h/t"),
-    ("bert", 2, "selective", "22*b*s*h/t"),
+    slow("bert", 2, "selective", "22*b*s*h/t"),
 ]
 
 
@@ -277,7 +277,7 @@ def _structure(block: BlockPlan) -> tuple[Any, ...]:
 
 def test_one_kv_head_a_rank_in_a_batch_of_one() -> None:
     """Llama-3-70B's case: 8 ranks, 8 kv heads, one sequence."""
-    formula = _plan("llama_gqa8", 4, "selective", batch=1).activation_formula
+    formula = _plan("llama_gqa8", 4, "selective", batch=1, layers=1).activation_formula
     expected = "b*s*(8*h + 4*k*h/a + 4*f)/t"
     layer = formula.widths_only(formula.blocks["LlamaDecoderLayer"])
     assert _same(layer, expected), layer
@@ -347,7 +347,7 @@ def test_a_batch_of_one_is_a_batch() -> None:
 _MODELS = ["plain", "gpt2", "llama", "peft_gpt2", "encoder", "vit"]
 
 
-@pytest.mark.parametrize("name", slow_but(("plain", "gpt2"), _MODELS))
+@pytest.mark.parametrize("name", slow_but(("plain",), _MODELS))
 def test_models_have_an_exact_formula(name: str) -> None:
     """Settings take turns over the models."""
     turn = _MODELS.index(name)

@@ -223,7 +223,7 @@ class WeightNormed(nn.Module):
               Interleaved]
 )  # fmt: skip
 @pytest.mark.parametrize("tp", [2, 4])
-def test_sharded(model: type[nn.Module], tp: int) -> None:
+def test_sharded(model: Callable[[], nn.Module], tp: int) -> None:
     found = _shared(model)
     compiled = parity.assert_parity(found, tp=tp)
     assert parameter_share(compiled) == 1.0
@@ -232,7 +232,7 @@ def test_sharded(model: type[nn.Module], tp: int) -> None:
 
 @pytest.mark.parametrize("model", [HeadsInTheBatch, SlicedProjection])
 @pytest.mark.parametrize(("tp", "batch"), [(2, 3), (2, 4), (4, 3)])
-def test_heads_stay_apart(model: type[nn.Module], tp: int, batch: int) -> None:
+def test_heads_stay_apart(model: Callable[[], nn.Module], tp: int, batch: int) -> None:
     """Nothing is gathered between the projections, whether or not the ranks divide the batch."""
     compiled = parity.assert_parity(_shared(model, batch), tp=tp)
     nodes = [node for region in compiled.program.regions for node in region.module.graph.nodes]
@@ -242,7 +242,7 @@ def test_heads_stay_apart(model: type[nn.Module], tp: int, batch: int) -> None:
 
 @pytest.mark.parametrize("model", [EinsumAttention, EinsumMLP, EinsumExperts, Gated])
 @pytest.mark.parametrize("tp", [2, 4])
-def test_one_sum_over_the_ranks(model: type[nn.Module], tp: int) -> None:
+def test_one_sum_over_the_ranks(model: Callable[[], nn.Module], tp: int) -> None:
     """As where the model is written with linear layers, products and chunks."""
     found = _shared(model)
     compiled = parity.assert_parity(found, tp=tp)

@@ -277,7 +277,7 @@ def _structure(block: BlockPlan) -> tuple[Any, ...]:
 
 def test_one_kv_head_a_rank_in_a_batch_of_one() -> None:
     """Llama-3-70B's case: 8 ranks, 8 kv heads, one sequence."""
-    formula = _plan("llama_gqa8", 4, "selective", batch=1, layers=1).activation_formula
+    formula = _plan("llama_gqa8", 4, "selective", batch=1).activation_formula
     expected = "b*s*(8*h + 4*k*h/a + 4*f)/t"
     layer = formula.widths_only(formula.blocks["LlamaDecoderLayer"])
     assert _same(layer, expected), layer

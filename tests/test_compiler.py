@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 
 import pytest
@@ -12,6 +13,7 @@ from sp_compiler.base.pass_report import Pass
 from sp_compiler.compiler import build
 from sp_compiler.cost.hardware import hardware_of
 from sp_compiler.options import CompileOptions, Options
+from sp_compiler.planning.planned_program import PlannedProgram
 from tests.goldens import FOLDER
 from tests.models import zoo
 
@@ -23,8 +25,14 @@ WHEN_ASKED_FOR = ("split_backward", "loss_only", "expert_parallel", "half_batche
 ON_A_GPU = ("fuse_attention",)
 
 
+@functools.cache
+def _program() -> PlannedProgram:
+    model = zoo.build("plain", layers=1)
+    return build(model, (), zoo.inputs("plain"), CompileOptions(tp=2))
+
+
 def test_order_of_the_passes() -> None:
-    program = build(zoo.build("plain"), (), zoo.inputs("plain"), CompileOptions(tp=2))
+    program = _program()
     # A pass that no other module refers to needs no name in ``Pass``.
     named = tuple(name for name in ORDER if name in set(Pass))
     assert tuple(name for name in Pass if name not in (*WHEN_ASKED_FOR, *ON_A_GPU)) == named
@@ -43,7 +51,7 @@ def test_order_of_the_passes() -> None:
 
 
 def test_public_names_of_stages() -> None:
-    stages = build(zoo.build("plain"), (), zoo.inputs("plain"), CompileOptions(tp=2)).stages
+    stages = _program().stages
     for name, stage in (("capture", "outline"), ("final", "tag")):
         assert stages[name] == dataclasses.replace(stages[stage], name=name)
     assert "capture" not in list(stages)

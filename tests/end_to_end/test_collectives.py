@@ -240,18 +240,19 @@ def test_padded_rows_make_no_nan(tp: int) -> None:
 
 
 def _print_tables() -> None:
-    """Contents of ``collective_counts.py``."""
+    """Contents of ``collective_counts.py``; of models without a loss one is enough."""
+    names = [name for name in zoo.names() if name not in ("llama_logits", "plain_logits")]
     tables: dict[str, dict[str, Any]] = {
-        "SEQUENCE_PARALLEL": {name: _counts(_compiled(name)) for name in zoo.names()},
+        "SEQUENCE_PARALLEL": {name: _counts(_compiled(name)) for name in names},
         "RECOMPUTED": {
             name: {
                 region: backward
                 for region, (_, backward) in _counts(_compiled(name, recompute="full")).items()
             }
-            for name in zoo.names()
+            for name in names
         },
         "TENSOR_PARALLEL": {
-            name: _counts(_compiled(name, sequence_parallel=False)) for name in zoo.names()
+            name: _counts(_compiled(name, sequence_parallel=False)) for name in names
         },
     }
     for title, table in tables.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.nn import functional as F
 
-from sp_compiler.ir.compiled_program import LossBackward, RegionCode
+from sp_compiler.ir.compiled_program import CompiledProgram, LossBackward, RegionCode
 from sp_compiler.rules.table import record_factors
 from sp_compiler.verification.interpret import PartitionedCode
 from tests.helpers import parity
@@ -29,13 +30,19 @@ from tests.models import zoo
 from tests.passes.sharding import test_megatron_layouts as test_layouts
 
 
+@functools.cache
+def _layer(name: str, tp: int) -> tuple[nn.Module, CompiledProgram]:
+    """A model of one layer, and its program."""
+    model = zoo.build(name, layers=1, dropout=0.1)
+    return model, open_program(model, zoo.inputs(name, *EXAMPLE), tp=tp)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "tp", "others"), [("gpt2", 4, OTHERS), ("bert", 2, OTHERS[1:3])])
 def test_one_program_serves_other_sizes(
     name: str, tp: int, others: tuple[tuple[int, int], ...]
 ) -> None:
-    model = zoo.build(name, layers=1, dropout=0.1)
-    program = open_program(model, zoo.inputs(name, *EXAMPLE), tp=tp)
+    model, program = _layer(name, tp)
     for batch, seq in (EXAMPLE, *others):
         assert_right(program, model, zoo.inputs(name, batch, seq, seed=seq))
 
@@ -153,8 +160,7 @@ def test_sizes_that_a_rule_compares_are_compared_for_other_calls_too() -> None:
 
 @pytest.mark.slow
 def test_the_graphs_that_were_partitioned_run_for_other_sizes() -> None:
-    model = zoo.build("gpt2", layers=1, dropout=0.1)
-    program = open_program(model, zoo.inputs("gpt2", *EXAMPLE), tp=2)
+    model, program = _layer("gpt2", 4)
     parts = {name: PartitionedCode(region.partitioned) for name, region in program.regions.items()}
     backwards = {
         name: LossBackward(loss.output, parts[name].loss_backward)

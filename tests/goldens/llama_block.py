@@ -7,10 +7,13 @@ import functools
 import torch
 
 from docs.generate.one_block import block_text
-from sp_compiler.compiler import build
+from sp_compiler.base.pass_report import Pass
+from sp_compiler.compiler import Compilation, to_program
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.snapshot import Snapshot
 from sp_compiler.options import CompileOptions
+from sp_compiler.pass_manager.runner import PassRunner
+from sp_compiler.trace.export import capture
 from tests.models import zoo
 
 _BLOCK = "LlamaDecoderLayer"
@@ -18,9 +21,16 @@ _BLOCK = "LlamaDecoderLayer"
 
 @functools.cache
 def compiled(recompute: str) -> CompiledProgram:
-    """Two layers, four heads over two key/value heads, no dropout; compiled once per policy."""
+    """Two layers, four heads over two key/value heads, no dropout; captured and sharded once."""
+    return _compilation().finish(CompileOptions(tp=2, recompute=recompute))
+
+
+@functools.cache
+def _compilation() -> Compilation:
     model, inputs = zoo.build("llama", dtype=torch.float32), zoo.inputs("llama", batch=2, seq=8)
-    return build(model, (), inputs, CompileOptions(tp=2, recompute=recompute))
+    options, run = CompileOptions(tp=2), PassRunner()
+    captured = run.once(Pass.EXPORT, capture, model, (), inputs)
+    return Compilation(to_program(captured, options, run), options, run=run)
 
 
 def stage_text(stage: Snapshot) -> str:

@@ -6,7 +6,7 @@ sharded vocabulary, which all-reduces two small vectors inside.
 Differences from two all-gathers and two reduce-scatters a block, 1 RS before the blocks, 1 AG and
 the loss behind them, and from their duals and re-gathers backward:
 
-* ``*_logits``: the logits themselves are gathered, as nothing but them is returned;
+* ``gpt2_logits``: the logits themselves are gathered, as nothing but them is returned;
 * ``bert``: the embedding also gathers rows of the position table, which is sharded by its width;
 * ``vit``: patches are embedded with sharded output channels, so they are gathered, not reduced; its
   four classes are not worth sharding;
@@ -33,11 +33,6 @@ SEQUENCE_PARALLEL: dict[str, dict[str, tuple[str, str]]] = {
         "Prologue": ("1 RS", "1 AG"),
         "GPT2Block": ("2 AG 2 RS", "4 AG 2 RS"),
         "Epilogue": ("1 AG 1 VL", "1 AG 1 RS"),
-    },
-    "llama_logits": {
-        "Prologue": ("1 RS", "1 AG"),
-        "LlamaDecoderLayer": ("2 AG 2 RS", "4 AG 2 RS"),
-        "Epilogue": ("2 AG", "1 AG 1 RS"),
     },
     "llama_gqa8": {
         "Prologue": ("1 RS", "1 AG"),
@@ -67,11 +62,6 @@ SEQUENCE_PARALLEL: dict[str, dict[str, tuple[str, str]]] = {
         "T5Block3": ("3 AG 3 RS", "6 AG 3 RS"),
         "T5Block4": ("3 AG 3 RS", "6 AG 3 RS"),
         "Epilogue": ("1 AG 1 VL", "1 AG 1 RS"),
-    },
-    "plain_logits": {
-        "Prologue": ("1 RS", "1 AG"),
-        "Block": ("2 AG 2 RS", "4 AG 2 RS"),
-        "Epilogue": ("2 AG", "1 AG 1 RS"),
     },
     "plain_unfused": {
         "Prologue": ("1 AG", "1 AG"),
@@ -127,7 +117,6 @@ SEQUENCE_PARALLEL: dict[str, dict[str, tuple[str, str]]] = {
 RECOMPUTED: dict[str, dict[str, str]] = {
     "gpt2_logits": {"Prologue": "1 AG", "GPT2Block": "4 AG 3 RS", "Epilogue": "1 AG 1 RS"},
     "gpt2": {"Prologue": "1 AG", "GPT2Block": "4 AG 3 RS", "Epilogue": "1 AG 1 RS"},
-    "llama_logits": {"Prologue": "1 AG", "LlamaDecoderLayer": "4 AG 3 RS", "Epilogue": "1 AG 1 RS"},
     "llama_gqa8": {"Prologue": "1 AG", "LlamaDecoderLayer": "4 AG 3 RS", "Epilogue": "1 AG 1 RS"},
     "llama": {"Prologue": "1 AG", "LlamaDecoderLayer": "4 AG 3 RS", "Epilogue": "1 AG 1 RS"},
     "bert": {"Prologue": "2 AG 2 RS", "BertLayer": "4 AG 4 RS", "Epilogue": "1 AG 1 RS"},
@@ -141,7 +130,6 @@ RECOMPUTED: dict[str, dict[str, str]] = {
         "T5Block4": "6 AG 5 RS",
         "Epilogue": "1 AG 1 RS",
     },
-    "plain_logits": {"Prologue": "1 AG", "Block": "4 AG 3 RS", "Epilogue": "1 AG 1 RS"},
     "plain_unfused": {"Prologue": "1 AG", "Block": "4 AG 3 RS", "Epilogue": "1 AG 1 RS"},
     "plain": {"Prologue": "1 AG", "Block": "4 AG 3 RS", "Epilogue": "1 AG 1 RS"},
     "encoder_seqfirst": {
@@ -192,11 +180,6 @@ TENSOR_PARALLEL: dict[str, dict[str, tuple[str, str]]] = {
         "Epilogue": ("1 AG", "1 AR"),
     },
     "gpt2": {"Prologue": ("1 AR", ""), "GPT2Block": ("2 AR", "2 AR"), "Epilogue": ("1 VL", "1 AR")},
-    "llama_logits": {
-        "Prologue": ("1 AG", ""),
-        "LlamaDecoderLayer": ("2 AR", "2 AR"),
-        "Epilogue": ("1 AG", "1 AR"),
-    },
     "llama_gqa8": {
         "Prologue": ("1 AG", ""),
         "LlamaDecoderLayer": ("2 AR", "2 AR"),
@@ -221,11 +204,6 @@ TENSOR_PARALLEL: dict[str, dict[str, tuple[str, str]]] = {
         "T5Block3": ("3 AR", "3 AR"),
         "T5Block4": ("3 AR", "3 AR"),
         "Epilogue": ("1 VL", "1 AR"),
-    },
-    "plain_logits": {
-        "Prologue": ("1 AR", ""),
-        "Block": ("2 AR", "2 AR"),
-        "Epilogue": ("1 AG", "1 AR"),
     },
     "plain_unfused": {
         "Prologue": ("2 AG", "2 RS"),
@@ -276,10 +254,8 @@ TENSOR_PARALLEL: dict[str, dict[str, tuple[str, str]]] = {
 
 ELSEWHERE: dict[str, dict[str, tuple[str, ...]]] = {
     "gpt2_logits": {"Epilogue": ("S(2) -> I",)},
-    "llama_logits": {"Epilogue": ("S(2) -> I",)},
     "bert": {"Prologue": ("S(2) -> R", "P -> S(2)")},
     "vit": {"Prologue": ("S(2) -> I",)},
-    "plain_logits": {"Epilogue": ("S(2) -> I",)},
     "plain_unfused": {"Prologue": ("S(2) -> I",)},
 }
 """Conversions that are not of rows of tokens."""

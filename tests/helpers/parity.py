@@ -53,9 +53,17 @@ class Case:
 
 
 @functools.lru_cache(maxsize=32)
-def case(name: str, batch: int, seq: int, p: float = 0.0, dropout: Dropout = "regenerate") -> Case:
+def case(
+    name: str,
+    batch: int,
+    seq: int,
+    p: float = 0.0,
+    dropout: Dropout = "regenerate",
+    **fields: Any,
+) -> Case:
     """A zoo model in float64, with its casts to float32 lifted; equal arguments share a capture."""
-    return make_case(zoo.build(name, dropout=p), zoo.inputs(name, batch, seq), dropout=dropout)
+    model = zoo.build(name, dropout=p, **fields)
+    return make_case(model, zoo.inputs(name, batch, seq), dropout=dropout)
 
 
 def make_case(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
@@ -17,6 +18,7 @@ from sp_compiler.ir.captured import Captured
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.hints import Hint, parameters_of, wishes_of
 from sp_compiler.options import CompileOptions
+from sp_compiler.passes.sharding.shard import shard
 from sp_compiler.torch_compile.backend import sp_compiler_backend
 from sp_compiler.trace.export import capture
 from tests.helpers.parity import case, gradient_error, output_error, simulate
@@ -34,12 +36,19 @@ def _compiled(name: str, hints: Hints, tp: int = 2) -> CompiledProgram:
 
 
 def _capture(name: str) -> Captured:
-    """With casts to float32 lifted, as the reference has them."""
+    """With casts to float32 lifted, as the reference has them; what follows rewrites a copy."""
+    return _captured(name).copy()
+
+
+@functools.cache
+def _captured(name: str) -> Captured:
     return capture(zoo.build(name), (), zoo.inputs(name), lift_casts=True)
 
 
 def _stored(name: str, hints: Hints, tp: int = 2) -> dict[str, str]:
-    return {key: str(p) for key, p in _compiled(name, hints, tp).param_placements.items()}
+    options = CompileOptions(tp=tp, hints=hints)
+    sharded = shard(to_program(_capture(name), options), options)
+    return {key: str(p) for key, p in sharded.param_placements.items()}
 
 
 def test_without_hints_the_pairs_are_column_and_row() -> None:

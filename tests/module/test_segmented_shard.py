@@ -31,8 +31,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 # Whatever torch has no rule for, or cannot do without another layout; none may be wrong instead.
 _ERRORS = (RuntimeError, NotImplementedError, UnsupportedError)
 _PLACEMENTS = {
-    2: (S(0, (8, 2, 2)), S(0, (2, 10)), S(1, (4, 2))),
-    3: (S(0, (3, 6, 3)), S(0, (6, 6), 2), S(1)),
+    2: (S(0, (8, 2, 2)), S(1, (4, 2))),
+    3: (S(0, (3, 6, 3)), S(0, (6, 6), 2)),
     4: (S(0, (4, 8)), S(1, (6,))),
 }
 _FAST = (2, S(0, (8, 2, 2)))

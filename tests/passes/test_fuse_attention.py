@@ -21,6 +21,7 @@ from sp_compiler.passes.sharding.shard import shard
 from sp_compiler.trace.export import capture
 from tests.helpers import parity
 from tests.helpers.graph_builder import text
+from tests.helpers.slow import slow
 
 HEADS, WIDTH, LENGTH = 4, 16, 128
 HIDDEN = HEADS * WIDTH
@@ -130,7 +131,9 @@ def test_found(model: type[Attention], training: bool) -> None:
     [
         (Attention, 2),
         (Plain, 3),
-        *(pytest.param(model, tp, marks=pytest.mark.slow) for model in FOUND for tp in (1, 2, 3)),
+        # In turn: on how many ranks is another question than how it is written.
+        *map(slow, FOUND, (1, 2, 3, 2, 1)),
+        *(slow(model, 3) for model in (Fused, OfSamples)),
     ],
 )
 def test_numbers(model: type[Attention], tp: int, monkeypatch: pytest.MonkeyPatch) -> None:

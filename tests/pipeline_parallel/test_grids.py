@@ -168,16 +168,16 @@ def _in_bfloat16(mesh: DeviceMesh, own: dict[str, Any], loss: float) -> None:
     assert abs(mean.item() - loss) < 0.1 * loss
 
 
-_SCHEDULES = ("1f1b", "zero_bubble")
+# Each rank compiles what FSDP2 casts. "1f1b" casts beside data axes alone, above.
+_SCHEDULE = "zero_bubble"
 
 
-def _compile_in_bfloat16(tp: int, *schedules: str) -> None:
+def _compile_in_bfloat16(tp: int, schedule: str) -> None:
     """The program that places the parameters. That of what FSDP2 casts each rank compiles."""
     micro = zoo.inputs("llama", batch=2, seq=8)
     with shared_programs():
-        for schedule in schedules:
-            model = zoo.build("llama", dtype=torch.float32, layers=2)
-            compile_for_ranks(model, micro, tp=tp, schedule=schedule)
+        model = zoo.build("llama", dtype=torch.float32, layers=2)
+        compile_for_ranks(model, micro, tp=tp, schedule=schedule)
 
 
 def _with_tensor_parallelism_in_bfloat16() -> None:
@@ -195,29 +195,28 @@ def _train_in_bfloat16() -> None:
     zoo.loss_of(truth(**batch)).backward()
     true = dict(truth.named_parameters())
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for schedule in _SCHEDULES:
-        pipeline: Any = sp_compiler.pipeline(
-            zoo.build("llama", dtype=torch.float32, layers=2),
-            mesh=mesh,
-            example_inputs=((), own),
-            microbatches=_MICROBATCHES,
-            fsdp={"mp_policy": policy},
-            schedule=schedule,
-        )
-        # Twice: what is there already is not summed again.
-        for steps in (1, 2):
-            pipeline.step(**own)
-            for name, parameter in pipeline.named_parameters():
-                first, second = grids.whole(parameter.grad), steps * true[name].grad
-                angle = 1 - torch.cosine_similarity(first.flatten(), second.flatten(), dim=0)
-                # bfloat16 has 8 bits; without another rank's part it would be half as long.
-                assert angle < 2e-2, (schedule, steps, name)
-                assert 0.9 < first.norm() / second.norm() < 1.1, (schedule, steps, name)
+    pipeline: Any = sp_compiler.pipeline(
+        zoo.build("llama", dtype=torch.float32, layers=2),
+        mesh=mesh,
+        example_inputs=((), own),
+        microbatches=_MICROBATCHES,
+        fsdp={"mp_policy": policy},
+        schedule=_SCHEDULE,
+    )
+    # Twice: what is there already is not summed again.
+    for steps in (1, 2):
+        pipeline.step(**own)
+        for name, parameter in pipeline.named_parameters():
+            first, second = grids.whole(parameter.grad), steps * true[name].grad
+            angle = 1 - torch.cosine_similarity(first.flatten(), second.flatten(), dim=0)
+            # bfloat16 has 8 bits; without another rank's part it would be half as long.
+            assert angle < 2e-2, (steps, name)
+            assert 0.9 < first.norm() / second.norm() < 1.1, (steps, name)
 
 
 @pytest.mark.slow
 def test_mixed_precision_beside_tensor_parallelism() -> None:
-    before = functools.partial(_compile_in_bfloat16, 2, *_SCHEDULES)
+    before = functools.partial(_compile_in_bfloat16, 2, _SCHEDULE)
     run_on_copies(8, before, _with_tensor_parallelism_in_bfloat16)
 
 

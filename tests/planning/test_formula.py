@@ -61,10 +61,8 @@ GOLDEN = [
     # model, ranks, recompute, bytes of a layer in bfloat16
     ("plain", 1, "none", "b*s*(32*h + 4*a*s)"),
     ("plain", 2, "selective", "20*b*s*h/t"),
-    ("plain", 2, "full", "2*b*s*h/t"),
-    slow("llama_gqa8", 2, "selective", "b*s*(8*h + 4*k*h/a + 4*f)/t"),
-    ("bert", 2, "selective", "22*b*s*h/t"),
-    slow("bert", 2, "full", "2*b*s*h/t"),
+    slow("plain", 2, "full", "2*b*s*h/t"),
+    slow("bert", 2, "selective", "22*b*s*h/t"),
 ]
 
 
@@ -202,20 +200,20 @@ def test_the_legend_has_the_symbols_of_the_formulas_alone() -> None:
 def test_a_padded_width_is_rounded_up() -> None:
     """Formulas name it by its true size, and hold at another one."""
     odd = {"intermediate_size": 103, "vocab_size": 129}
-    formula = _plan("llama_gqa8", 4, "none", **odd).activation_formula
+    formula = _plan("llama_gqa8", 4, "none", layers=1, **odd).activation_formula
     assert {formula.symbols[name].value for name in "fv"} == {103, 129}
     rounded = sympy.ceiling(sympy.Symbol("f", positive=True, integer=True) / T)
     assert formula.blocks["LlamaDecoderLayer"].has(rounded)
-    other = _plan("llama_gqa8", 4, "none", **{**odd, "intermediate_size": 105})
+    other = _plan("llama_gqa8", 4, "none", layers=1, **{**odd, "intermediate_size": 105})
     assert formula.value(formula.total, f=105) == other.activation_bytes
 
 
 @pytest.mark.parametrize("batch", [slow(1), slow(3)])
 def test_padded_rows_of_a_program_are_rounded_up(batch: int) -> None:
     """17 tokens of an image on 2 ranks; four images need no padding."""
-    formula = _plan("vit", 2, "none", batch).activation_formula
+    formula = _plan("vit", 2, "none", batch, layers=1).activation_formula
     assert (layer := formula.blocks["ViTLayer"]).has(sympy.ceiling)
-    other = next(b for b in _plan("vit", 2, "none", 4).blocks if b.name == "ViTLayer")
+    other = _plan("vit", 2, "none", 4, layers=1).block("ViTLayer")
     assert formula.value(layer, b=4) == other.kept_bytes
     # Widths of queries and values are one size, and listed once.
     assert "d" in formula.symbols
@@ -235,26 +233,13 @@ COINCIDENCES = {
 }
 OTHER_BATCH, OTHER_SEQ = OTHER = 4, 24
 # A model for each: all pairs would take a quarter of an hour.
-IN_TURN = [
-    *zip(("gpt2", "llama", "bert", "vit", "t5", "encoder", "lora"), COINCIDENCES, strict=True)
-]
-
-
-@pytest.mark.parametrize(
-    ("name", "coincidence"),
-    [
-        slow("llama_gqa8", "batch of one, one kv head a rank"),
-        slow("plain", "batch * sequence = hidden"),
-    ],
-)
-def test_coincident_sizes_are_told_apart(name: str, coincidence: str) -> None:
-    assert _told_apart(name, *COINCIDENCES[coincidence]), "the formulas refuse all blocks"
+_IN_TURN = ("llama_gqa8", "gpt2", "bert", "vit", "t5", "encoder", "lora")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "coincidence"), IN_TURN)
-def test_coincident_sizes_are_told_apart_in_models(name: str, coincidence: str) -> None:
-    _told_apart(name, *COINCIDENCES[coincidence])
+@pytest.mark.parametrize(("name", "coincidence"), [*zip(_IN_TURN, COINCIDENCES, strict=True)])
+def test_coincident_sizes_are_told_apart(name: str, coincidence: str) -> None:
+    assert _told_apart(name, *COINCIDENCES[coincidence]), "the formulas refuse all blocks"
 
 
 def _told_apart(name: str, tp: int, batch: int, seq: int) -> int:
@@ -358,10 +343,11 @@ def test_a_batch_of_one_is_a_batch() -> None:
     assert formula.value(formula.blocks["Block"], b=2) == other.block("Block").kept_bytes
 
 
-_MODELS = list(dict.fromkeys(("plain", "gpt2", "llama", *zoo.names()[::2])))
+# Of models that differ in what they return, in a mask or in the order of norms, one.
+_MODELS = ["plain", "gpt2", "llama", "peft_gpt2", "encoder", "vit"]
 
 
-@pytest.mark.parametrize("name", slow_but(("plain", "gpt2"), _MODELS))
+@pytest.mark.parametrize("name", slow_but(("plain",), _MODELS))
 def test_models_have_an_exact_formula(name: str) -> None:
     """Settings take turns over the models."""
     turn = _MODELS.index(name)

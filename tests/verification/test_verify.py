@@ -27,6 +27,7 @@ from sp_compiler.rules.strategies import Strategy
 from sp_compiler.verification import verify as verification
 from sp_compiler.verification.simulate import SimulatedStep, simulate_step
 from sp_compiler.verification.verify import VerifyReport, verify
+from tests.helpers.dynamo import Net, random_ids
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.slow import slow
 from tests.models import zoo
@@ -36,11 +37,15 @@ aten = torch.ops.aten
 
 def _verify(name: str, p: float = 0.0, seq: int = 12, tp: int = 2, **options: Any) -> VerifyReport:
     model = zoo.build(name, dropout=p, layers=1, dtype=torch.float32)
-    inputs = {
-        key: value.float() if value.is_floating_point() else value
-        for key, value in zoo.inputs(name, 2, seq).items()
-    }
+    given = zoo.inputs(name, 2, seq)
+    inputs = {key: x.float() if x.is_floating_point() else x for key, x in given.items()}
     return verify(model, ((), inputs), tp=tp, **options)
+
+
+def _of_net(p: float = 0.0, **options: Any) -> VerifyReport:
+    """Of blocks of two products, which take less time than real layers."""
+    torch.manual_seed(0)
+    return verify(Net(p), ((random_ids(), random_ids()), {}), tp=2, **options)
 
 
 @pytest.mark.parametrize(
@@ -58,19 +63,12 @@ def test_right_models_pass(name: str, p: float, seq: int, options: dict[str, Any
     assert report.first_bad_pass is None
     assert report.worst < 1e-10
     assert {row.subject for row in report.table} >= {"model", "Prologue", "Epilogue"}
-    assert [row.stage for row in report.table if row.subject == "model"] == [
-        "export",
-        "normalize",
-        "outline",
-        "shard",
-        "partition",
-        "overlap",
-        "codegen",
-    ]
+    stages = [row.stage for row in report.table if row.subject == "model"]
+    assert stages == ["export", "normalize", "outline", "shard", "partition", "overlap", "codegen"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "vit", "lora", "encoder"])
+@pytest.mark.parametrize("name", ["llama", "vit", "lora"])
 def test_right_models_of_other_kinds_pass(name: str) -> None:
     report = _verify(name, 0.1, 13)
     assert report.ok, str(report)
@@ -130,10 +128,11 @@ def test_a_model_with_a_tensor_as_attribute_is_verified_in_float64() -> None:
 
 
 def test_model_and_randomness_are_left_as_they_were() -> None:
-    model = zoo.build("plain", dropout=0.1, layers=1, dtype=torch.float32)
+    torch.manual_seed(0)
+    model, ids = Net(0.1), random_ids()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
-    assert verify(model, ((), zoo.inputs("plain"))).ok
+    assert verify(model, ((ids, ids), {})).ok
     assert torch.equal(torch.get_rng_state(), state)
     assert model.training
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -148,14 +147,14 @@ def test_beside_a_default_group_of_another_size() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         group = dist.group.WORLD
-        assert _verify("plain").ok
+        assert _of_net().ok
         assert dist.group.WORLD is group
     finally:
         dist.destroy_process_group()
 
 
 def _verified_on_a_rank() -> bool:
-    return _verify("plain", 0.1).ok and dist.get_world_size() == 2
+    return _of_net(0.1).ok and dist.get_world_size() == 2
 
 
 @pytest.mark.slow
@@ -186,7 +185,7 @@ def test_a_dropped_reduction_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     dropped = _without(lambda a, b: a == P and b.is_sharded)
     _sharded_at_any_rate(monkeypatch)
     monkeypatch.setattr(RegionLowering, "_convert", dropped)
-    report = _verify("plain")
+    report = _of_net()
     assert not report.ok
     assert report.first_bad_pass == "shard"
     bad = {row.subject for row in report.table if not row.ok}
@@ -194,7 +193,7 @@ def test_a_dropped_reduction_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report.table[3].stage == "check"  # the typing refuses it too
     assert "WRONG since pass 'shard'" in str(report)
     (block,) = [row for row in report.table if row.subject == "Block" and row.stage == "shard"]
-    assert "attention.projection, " in block.operator, "the first product that is summed"
+    assert ".down, " in block.operator, "the first product that is summed"
 
 
 def test_a_dropped_i_to_r_is_found_though_the_loss_is_right(
@@ -202,7 +201,7 @@ def test_a_dropped_i_to_r_is_found_though_the_loss_is_right(
 ) -> None:
     _sharded_at_any_rate(monkeypatch)
     monkeypatch.setattr(RegionLowering, "_convert", _without(lambda a, b: (a, b) == (I, R)))
-    report = _verify("plain", sequence_parallel=False)
+    report = _of_net(sequence_parallel=False)
     assert not report.ok
     assert report.first_bad_pass == "shard"
     (row,) = [row for row in report.table if row.subject == "Block" and row.stage == "shard"]
@@ -240,7 +239,7 @@ def test_a_broken_normalization_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
         captured.module.recompile()
 
     monkeypatch.setattr(compiler, "normalize", broken)
-    report = _verify("plain")
+    report = _of_net()
     assert report.first_bad_pass == "normalize"
     assert [row.stage for row in report.table if not row.ok][:2] == ["normalize", "outline"]
 
@@ -280,7 +279,7 @@ def test_gradients_are_those_of_the_loss() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("_broken_gelu")
 def test_a_broken_simplification_is_found() -> None:
-    report = _verify("plain")
+    report = _of_net()
     assert report.first_bad_pass == "simplify"
     bad = {(row.stage, row.subject) for row in report.table if not row.ok}
     assert bad == {
@@ -294,7 +293,7 @@ def test_a_broken_simplification_is_found() -> None:
 
 def test_a_broken_printer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(expressions.INFIX, aten.add.Tensor, "-")
-    report = _verify("plain")
+    report = _of_net()
     assert report.first_bad_pass == "codegen"
 
 
@@ -310,7 +309,7 @@ def test_errors_far_above_rounding_are_found(
         return replace(step, grads=grads)
 
     monkeypatch.setattr(verification, "simulate_step", scaled)
-    report = _verify("plain")
+    report = _of_net()
     assert report.ok is ok, str(report)
     assert report.first_bad_pass == (None if ok else "shard")
 
@@ -331,7 +330,7 @@ def test_gradients_of_inputs_are_compared_too(
 
 
 def test_report_is_data_too(tmp_path: Path) -> None:
-    report = _verify("plain")
+    report = _of_net()
     data = json.loads(report.to_json())
     assert data["ok"] is True
     assert data["first_bad_pass"] is None

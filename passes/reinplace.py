@@ -27,7 +27,7 @@ from torch.fx import Node
 from sp_compiler.base.pass_report import Pass, report_of
 from sp_compiler.ir.forward_backward import Partitioned
 from sp_compiler.ir.fx import carries_gradient
-from sp_compiler.ir.op_traits import base, may_be_overwritten, same_layout
+from sp_compiler.ir.op_traits import may_be_overwritten, same_layout
 from sp_compiler.ir.symbolic import same_shape
 
 aten = torch.ops.aten
@@ -85,7 +85,4 @@ def _may_write(node: Node, written: Node) -> bool:
     # Of a number, or one a row, nothing is gained, and plain arithmetic reads better.
     if not value.dim() or same_shape(value.shape[-1:], [1]):
         return False
-    if not same_layout(node, written) or not may_be_overwritten(written):
-        return False
-    others = [operand for operand in node.all_input_nodes if operand is not written]
-    return base(written) not in map(base, others)
+    return same_layout(node, written) and may_be_overwritten(written)

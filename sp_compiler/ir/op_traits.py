@@ -142,7 +142,10 @@ def _aliases_first(target: object) -> bool:
     schema = getattr(target, "_schema", None)
     if schema is None or not schema.arguments:
         return False
-    return schema.arguments[0].alias_info is not None
+    alias = schema.arguments[0].alias_info
+    # A user's operator may write into its argument and return something else.
+    is_returned = any(result.alias_info is not None for result in schema.returns)
+    return alias is not None and (is_returned or not alias.is_write)
 
 
 def writes(node: Node) -> bool:

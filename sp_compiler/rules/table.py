@@ -6,6 +6,7 @@ correctness.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,7 +32,6 @@ from sp_compiler.rules.registry import (
     Row,
     operand_shapes,
     result_shapes,
-    schema_name,
 )
 
 _POINTWISE_ROW = Row(elementwise.pointwise)
@@ -40,12 +40,25 @@ _POINTWISE_ROW = Row(elementwise.pointwise)
 def row_of(node: Node) -> Row | None:
     """Return the row of the operator of ``node``; one row, by PyTorch's own tag, covers all
     pointwise operators."""
-    row = ROWS.get(schema_name(node))
-    if row is not None or not isinstance(node.target, torch._ops.OpOverload):
-        return row
+    target = _functional(node.target)
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    row = ROWS.get(target._schema.name)
     # Of several results (frexp) a row would have to name each.
-    is_single = len(node.target._schema.returns) == 1
-    return _POINTWISE_ROW if is_single and torch.Tag.pointwise in node.target.tags else None
+    if row is None and len(target._schema.returns) == 1 and torch.Tag.pointwise in target.tags:
+        return _POINTWISE_ROW
+    return row
+
+
+@functools.cache
+def _functional(target: Any) -> Any:
+    """Return the operator that makes a result where ``target`` writes it into its first argument;
+    any other as it is. Not all operators in place have the tags of theirs: ``masked_fill_``."""
+    if getattr(target, "namespace", "") != "aten" or not target._schema.is_mutable:
+        return target
+    name, _, overload = target.__name__.partition(".")
+    packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
+    return getattr(packet, overload, target)
 
 
 def rule_for(node: Node) -> OpRule | None:
@@ -71,7 +84,7 @@ def is_pointwise(node: Node) -> bool:
     element."""
     row = row_of(node)
     # The tag counts beside a row of its own: such a row may say less, never something else.
-    tagged = row is not None and torch.Tag.pointwise in node.target.tags
+    tagged = row is not None and torch.Tag.pointwise in _functional(node.target).tags
     return tagged or (row is not None and row.factors is elementwise.pointwise)
 
 

@@ -26,6 +26,7 @@ STAGES = [
     "simplify",
     "tag",
     "partition",
+    "reinplace",
 ]  # of one rank; nothing overlaps there
 
 

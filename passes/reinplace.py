@@ -17,16 +17,13 @@ still, and copy the computation of a value to where it is read. Mutates the grap
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.fx import Node
 
 from sp_compiler.base.pass_report import Pass, report_of
 from sp_compiler.ir.forward_backward import Partitioned
-from sp_compiler.ir.fx import carries_gradient
+from sp_compiler.ir.fx import carries_gradient, in_place_form
 from sp_compiler.ir.op_traits import may_be_overwritten, same_layout
 from sp_compiler.ir.symbolic import same_shape
 
@@ -43,32 +40,17 @@ def reinplace(parts: Partitioned, backend: str) -> Partitioned:
     """
     for graph in parts.functions.values() if backend == "eager" else ():
         for node in list(graph.nodes):
-            operator = _in_place(node.target) if node.op == "call_function" else None
-            if operator is not None:
-                _write(node, operator)
+            if torch.Tag.pointwise in getattr(node.target, "tags", ()):
+                _write(node)
         graph.lint()
     return parts
 
 
-@functools.cache
-def _in_place(target: Any) -> Any:
-    """Return the form of a pointwise operator that writes into its first argument, or ``None``."""
-    if getattr(target, "namespace", "") != "aten" or torch.Tag.pointwise not in target.tags:
-        return None
-    name, _, overload = target.__name__.partition(".")
-    found = getattr(getattr(aten, f"{name}_", None), overload, None)
-    if found is None:
-        return None
-    # pow(2, x) has a namesake that writes into the base.
-    own, other = (
-        [(argument.name, str(argument.type)) for argument in way._schema.arguments]
-        for way in (target, found)
-    )
-    return found if own == other else None
-
-
-def _write(node: Node, operator: Any) -> None:
-    """Let ``node`` write into an operand that may be overwritten."""
+def _write(node: Node) -> None:
+    """Let ``node`` write into an operand, where there is one that may be overwritten."""
+    operator = in_place_form(node.target)
+    if operator is None:
+        return
     swaps = node.target in _COMMUTATIVE and len(node.args) == 2 and not node.kwargs
     for index in range(2 if swaps else 1):
         written, *others = node.args[index:] + node.args[:index]

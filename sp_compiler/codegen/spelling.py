@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from sp_compiler.ir.fx import in_place_form
+
 aten = torch.ops.aten
 
 INFIX = {
@@ -89,13 +91,9 @@ FUNCTIONS = {
 def _in_place() -> dict[torch._ops.OpOverload, str]:
     """Forms of the operators above that write into their first argument, where that has a method
     for it."""
-    found = {}
-    for operator in (*INFIX, *METHODS, *FUNCTIONS):
-        name, _, overload = operator.__name__.partition(".")
-        packet = getattr(aten, f"{name}_", None)
-        if packet is not None and overload in packet.overloads():
-            found[getattr(packet, overload)] = f"{name}_"
-    return {form: name for form, name in found.items() if hasattr(torch.Tensor, name)}
+    forms = filter(None, map(in_place_form, (*INFIX, *METHODS, *FUNCTIONS)))
+    names = {form: form.__name__.partition(".")[0] for form in forms}
+    return {form: name for form, name in names.items() if hasattr(torch.Tensor, name)}
 
 
 METHODS |= _in_place()

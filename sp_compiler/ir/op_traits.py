@@ -6,10 +6,9 @@ import functools
 import operator
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Node
 
-from sp_compiler.ir.fx import arguments, mutates, placements_of
+from sp_compiler.ir.fx import arguments, is_composite, mutates, placements_of
 from sp_compiler.ir.symbolic import same_shape
 from sp_compiler.ops.async_products import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
 from sp_compiler.ops.attention import DROPOUT_ATTENTION
@@ -207,13 +206,7 @@ def _makes_memory(owner: Node) -> bool:
         return False
     if getattr(owner.target, "namespace", "") != "aten":
         return False
-    return owner.target in MATMULS or not _is_composite(owner.target)
-
-
-@functools.cache
-def _is_composite(operation: OpOverload) -> bool:
-    key = "CompositeImplicitAutograd"
-    return torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), key)
+    return owner.target in MATMULS or not is_composite(owner.target)
 
 
 def same_layout(one: Node, other: Node) -> bool:

@@ -6,13 +6,13 @@ correctness.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.fx import Node
 
+from sp_compiler.ir.fx import functional_form
 from sp_compiler.rules.factors import OpRule, record_cuts
 from sp_compiler.rules.families import (  # noqa: F401 - they register their rows
     attention,
@@ -40,7 +40,8 @@ _POINTWISE_ROW = Row(elementwise.pointwise)
 def row_of(node: Node) -> Row | None:
     """Return the row of the operator of ``node``; one row, by PyTorch's own tag, covers all
     pointwise operators."""
-    target = _functional(node.target)
+    # Not all that write in place have the tags of what they stand for: masked_fill_.
+    target = functional_form(node.target)
     if not isinstance(target, torch._ops.OpOverload):
         return None
     row = ROWS.get(target._schema.name)
@@ -48,17 +49,6 @@ def row_of(node: Node) -> Row | None:
     if row is None and len(target._schema.returns) == 1 and torch.Tag.pointwise in target.tags:
         return _POINTWISE_ROW
     return row
-
-
-@functools.cache
-def _functional(target: Any) -> Any:
-    """Return the operator that makes a result where ``target`` writes it into its first argument;
-    any other as it is. Not all operators in place have the tags of theirs: ``masked_fill_``."""
-    if getattr(target, "namespace", "") != "aten" or not target._schema.is_mutable:
-        return target
-    name, _, overload = target.__name__.partition(".")
-    packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
-    return getattr(packet, overload, target)
 
 
 def rule_for(node: Node) -> OpRule | None:
@@ -84,7 +74,7 @@ def is_pointwise(node: Node) -> bool:
     element."""
     row = row_of(node)
     # The tag counts beside a row of its own: such a row may say less, never something else.
-    tagged = row is not None and torch.Tag.pointwise in _functional(node.target).tags
+    tagged = row is not None and torch.Tag.pointwise in functional_form(node.target).tags
     return tagged or (row is not None and row.factors is elementwise.pointwise)
 
 

@@ -73,15 +73,20 @@ def test_golden_graph() -> None:
     assert all(map(torch.equal, run(graph), expected))
 
 
+def assert_ends_with(graph: Graph, line: str) -> None:
+    """The last operator is rewritten to ``line``, with the same numbers."""
+    expected = run(graph)
+    rewritten(graph)
+    assert text(graph)[-1] == line
+    assert all(map(torch.equal, run(graph), expected))
+
+
 def test_through_views_of_all_of_it() -> None:
     b = GraphBuilder()
     product = b.call(aten.mm.default, b.input("x", 6, 4), b.input("w", 4, 5), name="product")
     rows = b.call(aten.view.default, product, [2, 3, 5], name="rows")
     graph = b.output(b.call(aten.sigmoid.default, rows, name="gate"))
-    expected = run(graph)
-    rewritten(graph)
-    assert text(graph)[-1] == "gate = sigmoid_(rows)"
-    assert all(map(torch.equal, run(graph), expected))
+    assert_ends_with(graph, "gate = sigmoid_(rows)")
 
 
 def test_the_result_of_a_layer() -> None:
@@ -89,20 +94,14 @@ def test_the_result_of_a_layer() -> None:
     b = GraphBuilder()
     up = b.call(aten.linear.default, b.input("x", 6, 4), b.input("w", 5, 4), name="up")
     graph = b.output(b.call(aten.mul.Tensor, b.input("gate", 6, 5), up, name="gated"))
-    expected = run(graph)
-    rewritten(graph)
-    assert text(graph)[-1] == "gated = mul_(up, gate)"
-    assert all(map(torch.equal, run(graph), expected))
+    assert_ends_with(graph, "gated = mul_(up, gate)")
 
 
 def test_a_value_times_itself() -> None:
     b = GraphBuilder()
     own = b.call(aten.exp.default, b.input("x", 3), name="own")
     graph = b.output(b.call(aten.mul.Tensor, own, own, name="square"))
-    expected = run(graph)
-    rewritten(graph)
-    assert text(graph)[-1] == "square = mul_(own)"
-    assert all(map(torch.equal, run(graph), expected))
+    assert_ends_with(graph, "square = mul_(own)")
 
 
 def _own(b: GraphBuilder, *shape: int, name: str = "x") -> Node:

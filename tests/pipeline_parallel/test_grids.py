@@ -154,15 +154,20 @@ def _known_calls() -> None:
         _calls()
 
 
-def _in_bfloat16(mesh: DeviceMesh, own: dict[str, Any], loss: float) -> None:
+def _pipeline_in_bfloat16(mesh: DeviceMesh, own: dict[str, Any], schedule: str) -> Any:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    pipeline: Any = sp_compiler.pipeline(
+    return sp_compiler.pipeline(
         zoo.build("llama", dtype=torch.float32, layers=2),
         mesh=mesh,
         example_inputs=((), own),
         microbatches=_MICROBATCHES,
         fsdp={"mp_policy": policy},
+        schedule=schedule,
     )
+
+
+def _in_bfloat16(mesh: DeviceMesh, own: dict[str, Any], loss: float) -> None:
+    pipeline = _pipeline_in_bfloat16(mesh, own, "1f1b")
     mean = pipeline.step(**own)
     assert all(p.dtype == p.grad.dtype == torch.float32 for p in pipeline.parameters())
     assert abs(mean.item() - loss) < 0.1 * loss
@@ -194,15 +199,7 @@ def _train_in_bfloat16() -> None:
     truth = zoo.build("llama", dtype=torch.float32, layers=2)
     zoo.loss_of(truth(**batch)).backward()
     true = dict(truth.named_parameters())
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    pipeline: Any = sp_compiler.pipeline(
-        zoo.build("llama", dtype=torch.float32, layers=2),
-        mesh=mesh,
-        example_inputs=((), own),
-        microbatches=_MICROBATCHES,
-        fsdp={"mp_policy": policy},
-        schedule=_SCHEDULE,
-    )
+    pipeline = _pipeline_in_bfloat16(mesh, own, _SCHEDULE)
     # Twice: what is there already is not summed again.
     for steps in (1, 2):
         pipeline.step(**own)

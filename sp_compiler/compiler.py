@@ -24,7 +24,6 @@ Passes in parentheses run only where an option asks for them::
 - tag: save or recompute, per node; partition: cut the joint graph by the tags, sums in place;
 - split_backward: gradients of weights apart, for pipelines; overlap: compute under collectives;
 - async_tp: products that compute while their rows are on their way;
-- reinplace: pointwise operators in place;
 - codegen: a class per region as Python text, or what the backend makes of it.
 
 The first call of a module comes here, and so does every later one for which no program is valid;
@@ -82,7 +81,6 @@ from sp_compiler.passes.memory_order import order_memory
 from sp_compiler.passes.normalize import normalize
 from sp_compiler.passes.outline import outline
 from sp_compiler.passes.overlap import overlap_collectives
-from sp_compiler.passes.reinplace import reinplace
 from sp_compiler.passes.sharding.explain import explain
 from sp_compiler.passes.sharding.shard import Sharded, shard
 from sp_compiler.passes.simplify import simplify
@@ -277,17 +275,18 @@ class Compilation:
         program, concretizer = sharded.program, Concretizer(sharded.program.sizes)
         options, state_bytes = within_device(options, program, sharded.param_placements)
         self._check_sharded(sharded, concretizer)
+        joints: dict[str, JointGraph] = {}
         chunked: dict[str, list[JointGraph]] = {}
         for region in program.regions:
             name = region.name
             # After sharding: the gradient of a collective is a collective too, which simplify and
             # the recompute policies should see.
-            joint = run.once(Pass.JOINT, trace_joint, self._fused(region), region=name)
-            run.once(Pass.SIMPLIFY, share_casts, joint, region=name)
-            run.once(Pass.SIMPLIFY, simplify, joint.graph, region=name)
-            run.once(Pass.SIMPLIFY, order_memory, joint, region=name)
+            joints[name] = run.once(Pass.JOINT, trace_joint, self._fused(region), region=name)
+            run.once(Pass.SIMPLIFY, share_casts, joints[name], region=name)
+            run.once(Pass.SIMPLIFY, simplify, joints[name].graph, region=name)
+            run.once(Pass.SIMPLIFY, order_memory, joints[name], region=name)
             # A graph per number of chunks; tag takes one, for policies decide what a chunk saves.
-            to_chunk = joint, tp, *options.chunk_counts
+            to_chunk = joints[name], tp, *options.chunk_counts
             chunked[name] = run.once(Pass.CHUNK, chunk, *to_chunk, region=name)
         # From here on per memory setting: a policy writes tags, the partitioner acts on them.
         wanted = partition_options(program, options)
@@ -297,12 +296,12 @@ class Compilation:
         # sharded region of each.
         partitioned: dict[str, Partitioned] = {}
         for region in tagged.program.regions:
-            name, kinds = region.name, region.input_kinds
-            joint, own = tagged.joints[name], wanted[tagged.origins[name]]
-            parts = run(Pass.PARTITION, partition, joint, own, region=name)
+            name, joint = region.name, tagged.joints[region.name]
+            own = wanted[tagged.origins[name]]
+            partitioned[name] = run(Pass.PARTITION, partition, joint, own, region=name)
             if options.split_backward:
-                parts = run(Pass.SPLIT_BACKWARD, split_backward, parts, kinds, region=name)
-            partitioned[name] = parts
+                to_split = partitioned[name], region.input_kinds
+                partitioned[name] = run(Pass.SPLIT_BACKWARD, split_backward, *to_split, region=name)
         room = overlap_room(tagged, partitioned, options, state_bytes)
         in_a_row = regions_in_a_row(tagged, options)
         regions: list[CompiledRegion] = []
@@ -321,7 +320,6 @@ class Compilation:
                 # Behind the check: it knows conversions and products, not the two as one operator.
                 to_lower = parts, tp, own.sizes, room.get(name), options.device
                 parts = run(Pass.ASYNC_TP, async_tp, *to_lower, region=name)
-            parts = run(Pass.REINPLACE, reinplace, parts, options.backend, region=name)
             paths = tuple(tagged.program.paths(region))
             regions.append(CompiledRegion(region, parts, joint, paths, tp))
         # All regions at once: they are classes of one module, with one list of bound operators.

@@ -90,8 +90,6 @@ _ABOUT = {
     "overlap": "A collective of backward is started, work that does not need its result runs, and "
     "its first reader waits for it, where that takes less time and raises no peak of memory. "
     "Forward is a chain and waits for each of its collectives.",
-    "reinplace": "`add_` and its like write into an operand that nothing else reads: it touches no "
-    "new memory. Inductor, which fuses such operators, is given the graphs before this pass.",
 }
 
 

@@ -25,15 +25,11 @@ from torch.fx import Graph, Node
 
 from sp_compiler.base.pass_report import Pass, report_of
 from sp_compiler.ir.fx import arguments, base_name, is_call, reach
-from sp_compiler.ir.op_traits import (
-    base,
-    is_pure_view,
-    is_view,
-    may_be_overwritten,
-    same_layout,
-)
+from sp_compiler.ir.op_traits import base, is_copy, is_part, is_pure_view, is_view, view_chain
 from sp_compiler.ir.rewriting import make_like
+from sp_compiler.ir.symbolic import same_shape
 from sp_compiler.ops.accumulate import ADD_PART, ADD_PRODUCT
+from sp_compiler.ops.registry import operator_of
 
 aten = torch.ops.aten
 
@@ -91,14 +87,31 @@ def _is_sum(node: Node) -> bool:
     operands = node.args[:2]
     if arguments(node)["alpha"] != 1 or not all(isinstance(each, Node) for each in operands):
         return False
-    return all(same_layout(node, each) for each in operands)
+    return all(_same_layout(node, each) for each in operands)
+
+
+def _same_layout(one: Node, other: Node) -> bool:
+    first, second = one.meta["val"], other.meta["val"]
+    same = same_shape(first.shape, second.shape) and same_shape(first.stride(), second.stride())
+    return same and first.dtype == second.dtype
 
 
 def _may_be_written(total: Node, part: Node) -> bool:
     """Return whether nothing else reads the memory of ``total``, which this backward has made."""
-    # What is recomputed may be handed to another function.
-    is_own = not base(total).meta.get("recomputed")
-    return is_own and total is not part and may_be_overwritten(total)
+    owner, names = base(total), view_chain(total)
+    # One of several results may be handed to another function than its operator's, as may what is
+    # recomputed; and an operator of ours, such as a conversion, may return what it is given. The
+    # code of a copy does where its operand has the strides already: `contiguous()`.
+    is_own = not is_part(owner) and not is_copy(owner) and operator_of(owner.target) is None
+    is_own = is_own and owner.op == "call_function" and not owner.meta.get("recomputed")
+    read_once = all(len(node.users) == 1 for node in (owner, *names))
+    return (
+        is_own
+        and read_once
+        and total is not part
+        # All of the memory, which would otherwise live on for a part of it.
+        and same_shape([owner.meta["val"].numel()], [total.meta["val"].numel()])
+    )
 
 
 def _way(total: Node, part: Node) -> _Way:
@@ -106,7 +119,7 @@ def _way(total: Node, part: Node) -> _Way:
     views, part_views = [], []
     while is_pure_view(total) and is_pure_view(part) and _call(total) == _call(part):
         inner, inner_part = total.args[0], part.args[0]
-        if not same_layout(inner, inner_part):
+        if not _same_layout(inner, inner_part):
             break
         views.append(total)
         part_views.append(part)

@@ -49,7 +49,6 @@ class Pass(StrEnum):
     SPLIT_BACKWARD = "split_backward"
     OVERLAP = "overlap"
     ASYNC_TP = "async_tp"
-    REINPLACE = "reinplace"
     CODEGEN = "codegen"
 
     def __repr__(self) -> str:

@@ -35,7 +35,6 @@ from sp_compiler.ir.op_traits import (
     collective_of,
     conversion_of,
     is_cast,
-    is_pure_view,
     is_started,
     is_view,
     is_wait,
@@ -171,7 +170,7 @@ def _suffix(node: Node) -> str:
         return render_dtype(node.meta["val"].dtype)
     if node.target in _TRANSPOSES:
         return "t"
-    if not is_pure_view(node) or node.target is operator.getitem:
+    if not is_view(node) or node.target is operator.getitem:
         return ""
     return f"{node.meta['val'].dim()}d" if is_reshape(node) else _operator_name(node)
 

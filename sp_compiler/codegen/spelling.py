@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import torch
 
-from sp_compiler.ir.fx import in_place_form
-
 aten = torch.ops.aten
 
 INFIX = {
@@ -86,14 +84,3 @@ FUNCTIONS = {
     aten.gelu.default: "F.gelu",
     aten.linear.default: "F.linear",
 }
-
-
-def _in_place() -> dict[torch._ops.OpOverload, str]:
-    """Forms of the operators above that write into their first argument, where that has a method
-    for it."""
-    forms = filter(None, map(in_place_form, (*INFIX, *METHODS, *FUNCTIONS)))
-    names = {form: form.__name__.partition(".")[0] for form in forms}
-    return {form: name for form, name in names.items() if hasattr(torch.Tensor, name)}
-
-
-METHODS |= _in_place()

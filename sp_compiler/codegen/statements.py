@@ -14,15 +14,7 @@ from sp_compiler.codegen.expressions import Printer, first_alone
 from sp_compiler.codegen.lifetimes import Lifetimes, assigned
 from sp_compiler.codegen.nesting import Apart, Nesting, is_unpacked
 from sp_compiler.ir.fx import placements_of
-from sp_compiler.ir.op_traits import (
-    base,
-    is_collective,
-    is_identity,
-    is_pure_view,
-    is_started,
-    is_view,
-    is_wait,
-)
+from sp_compiler.ir.op_traits import base, is_collective, is_identity, is_started, is_view, is_wait
 
 WIDTH = 100
 """Of a statement, without its indentation and the comment behind it."""
@@ -116,7 +108,7 @@ class Body:
             computes = [
                 part
                 for part in parts
-                if is_unpacked(part) or not (is_pure_view(part) or placements_of(part) is not None)
+                if is_unpacked(part) or not (is_view(part) or placements_of(part) is not None)
             ]
             # Views and collectives wait for the first statement that computes, and join its
             # section.

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
@@ -72,40 +70,6 @@ def written_operands(node: Node) -> list[Node]:
         return []
     written = written_arguments(node.target, node.args, node.kwargs)
     return [operand for operand in written if isinstance(operand, Node)]
-
-
-@functools.cache
-def is_composite(operation: Any) -> bool:
-    """Return whether an operator is made of others, and so may return what it is given."""
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
-    return bool(operation.has_kernel_for_dispatch_key(key))
-
-
-@functools.cache
-def in_place_form(target: Any) -> Any:
-    """Return the overload that writes the result of ``target`` into its first argument, or
-    ``None``."""
-    if getattr(target, "namespace", "") != "aten":
-        return None
-    name, _, overload = target.__name__.partition(".")
-    found = getattr(getattr(torch.ops.aten, f"{name}_", None), overload, None)
-    # pow(2, x) has a namesake that writes into the base.
-    return found if found is not None and _signature(found) == _signature(target) else None
-
-
-@functools.cache
-def functional_form(target: Any) -> Any:
-    """Return the overload that makes a result where ``target`` writes it into its first argument;
-    any other target as it is."""
-    if getattr(target, "namespace", "") != "aten" or not target._schema.is_mutable:
-        return target
-    name, _, overload = target.__name__.partition(".")
-    found = getattr(getattr(torch.ops.aten, name.removesuffix("_"), None), overload, None)
-    return target if found is None or in_place_form(found) is not target else found
-
-
-def _signature(operation: Any) -> list[tuple[str, str]]:
-    return [(each.name, str(each.type)) for each in operation._schema.arguments]
 
 
 def carries_gradient(value: Tensor) -> bool:

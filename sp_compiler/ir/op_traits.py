@@ -8,8 +8,7 @@ import operator
 import torch
 from torch.fx import Node
 
-from sp_compiler.ir.fx import arguments, is_composite, mutates, placements_of
-from sp_compiler.ir.symbolic import same_shape
+from sp_compiler.ir.fx import arguments, placements_of
 from sp_compiler.ops.async_products import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
 from sp_compiler.ops.attention import DROPOUT_ATTENTION
 from sp_compiler.ops.convert import WAIT, Conversion, conversion_between
@@ -142,16 +141,15 @@ def _aliases_first(target: object) -> bool:
     if schema is None or not schema.arguments:
         return False
     alias = schema.arguments[0].alias_info
-    # A user's operator may write into its argument and return something else.
-    is_returned = any(result.alias_info is not None for result in schema.returns)
-    return alias is not None and (is_returned or not alias.is_write)
+    # An alias that is written: an in-place operator.
+    return alias is not None and not alias.is_write
 
 
 def writes(node: Node) -> bool:
     """Return whether the operator writes into its first argument and returns that: a view by its
     storage, but not by what it costs."""
     ours = operator_of(node.target)
-    return mutates(node) if ours is None else ours.writes
+    return ours is not None and ours.writes
 
 
 def is_pure_view(node: Node) -> bool:
@@ -184,36 +182,6 @@ def view_chain(node: Node) -> list[Node]:
         chain.append(node)
         node = node.args[0]
     return chain
-
-
-def may_be_overwritten(value: Node) -> bool:
-    """Return whether the one reader of ``value`` may write into it: its function has made all of
-    that memory, and nothing else reads it."""
-    owner = base(value)
-    # Not only no reader behind: code generation may move one there, into what uses its result.
-    read_once = all(len(node.users) == 1 for node in (owner, *view_chain(value)))
-    # All of the memory, which would otherwise live on for a part of it.
-    sizes = [owner.meta["val"].numel()], [value.meta["val"].numel()]
-    return _makes_memory(owner) and read_once and same_shape(*sizes)
-
-
-def _makes_memory(owner: Node) -> bool:
-    """Return whether ``owner``, which is no view, never returns memory of an operand either."""
-    # One of several results may be handed to another function than its operator's; and an operator
-    # of ours, such as a conversion, may return what it is given, as do some composite ones. The
-    # code of a copy is one where the strides are others: `contiguous()`.
-    if owner.op != "call_function" or owner.target in COPIES or is_part(owner):
-        return False
-    if getattr(owner.target, "namespace", "") != "aten":
-        return False
-    return owner.target in MATMULS or not is_composite(owner.target)
-
-
-def same_layout(one: Node, other: Node) -> bool:
-    """Return whether two values have the same sizes, strides and dtype."""
-    first, second = one.meta["val"], other.meta["val"]
-    same = same_shape(first.shape, second.shape) and same_shape(first.stride(), second.stride())
-    return same and first.dtype == second.dtype
 
 
 def is_returned(node: Node) -> bool:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from sp_compiler.ir.fx import functional_form
 from sp_compiler.rules.factors import OpRule, record_cuts
 from sp_compiler.rules.families import (  # noqa: F401 - they register their rows
     attention,
@@ -32,6 +31,7 @@ from sp_compiler.rules.registry import (
     Row,
     operand_shapes,
     result_shapes,
+    schema_name,
 )
 
 _POINTWISE_ROW = Row(elementwise.pointwise)
@@ -40,15 +40,12 @@ _POINTWISE_ROW = Row(elementwise.pointwise)
 def row_of(node: Node) -> Row | None:
     """Return the row of the operator of ``node``; one row, by PyTorch's own tag, covers all
     pointwise operators."""
-    # Not all that write in place have the tags of what they stand for: masked_fill_.
-    target = functional_form(node.target)
-    if not isinstance(target, torch._ops.OpOverload):
-        return None
-    row = ROWS.get(target._schema.name)
+    row = ROWS.get(schema_name(node))
+    if row is not None or not isinstance(node.target, torch._ops.OpOverload):
+        return row
     # Of several results (frexp) a row would have to name each.
-    if row is None and len(target._schema.returns) == 1 and torch.Tag.pointwise in target.tags:
-        return _POINTWISE_ROW
-    return row
+    is_single = len(node.target._schema.returns) == 1
+    return _POINTWISE_ROW if is_single and torch.Tag.pointwise in node.target.tags else None
 
 
 def rule_for(node: Node) -> OpRule | None:
@@ -74,7 +71,7 @@ def is_pointwise(node: Node) -> bool:
     element."""
     row = row_of(node)
     # The tag counts beside a row of its own: such a row may say less, never something else.
-    tagged = row is not None and torch.Tag.pointwise in functional_form(node.target).tags
+    tagged = row is not None and torch.Tag.pointwise in node.target.tags
     return tagged or (row is not None and row.factors is elementwise.pointwise)
 
 

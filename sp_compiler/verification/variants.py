@@ -42,13 +42,7 @@ from sp_compiler.verification.interpret import (
 )
 
 _JOINT = (Pass.JOINT, Pass.SIMPLIFY, Pass.CHUNK)
-_DIVIDED = (
-    Pass.PARTITION,
-    Pass.SPLIT_BACKWARD,
-    Pass.OVERLAP,
-    Pass.ASYNC_TP,
-    Pass.REINPLACE,
-)
+_DIVIDED = (Pass.PARTITION, Pass.SPLIT_BACKWARD, Pass.OVERLAP, Pass.ASYNC_TP)
 
 
 def variants_by_pass(

@@ -80,7 +80,7 @@ def test_an_edit_that_computes_the_same_runs(tmp_path: Path) -> None:
         (("x, up) = saved", "x) = saved"), r"fails: ValueError: .*unpack.*, line \d+: .* = saved$"),
         (("F.gelu(up)", "F.glu_(up)"), r"AttributeError: .*, line \d+: .*F\.glu_\(up\)"),
         (("F.gelu(up)", "F.relu(up)"), "computes something else: .* differs by"),
-        ((".add_(x)", ".sub_(x)"), "computes something else: .* differs by"),
+        (("x + F.linear", "x - F.linear"), "computes something else: .* differs by"),
         (
             ("grad_down_bias = torch.sum(", "grad_down_bias = 1.001 * torch.sum("),
             r"something else: gradient of blocks\.0\.down\.bias.* differs by 1\.0e-03",

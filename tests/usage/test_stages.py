@@ -26,7 +26,6 @@ STAGES = [
     "simplify",
     "tag",
     "partition",
-    "reinplace",
 ]  # of one rank; nothing overlaps there
 
 

@@ -47,7 +47,6 @@ FUNCTIONS = {
     Pass.SPLIT_BACKWARD: "split_backward",
     Pass.OVERLAP: "overlap_collectives",
     Pass.ASYNC_TP: "async_tp",
-    Pass.REINPLACE: "reinplace",
     Pass.CODEGEN: "compile_regions",
 }
 """The name of each pass in the list of the compiler."""

@@ -64,8 +64,7 @@ def test_right_models_pass(name: str, p: float, seq: int, options: dict[str, Any
     assert report.worst < 1e-10
     assert {row.subject for row in report.table} >= {"model", "Prologue", "Epilogue"}
     stages = [row.stage for row in report.table if row.subject == "model"]
-    captured = ["export", "normalize", "outline", "shard"]
-    assert stages == [*captured, "partition", "overlap", "reinplace", "codegen"]
+    assert stages == ["export", "normalize", "outline", "shard", "partition", "overlap", "codegen"]
 
 
 @pytest.mark.slow
@@ -285,7 +284,7 @@ def test_a_broken_simplification_is_found() -> None:
     bad = {(row.stage, row.subject) for row in report.table if not row.ok}
     assert bad == {
         (stage, subject)
-        for stage in ("simplify", "tag", "partition", "overlap", "reinplace", "codegen")
+        for stage in ("simplify", "tag", "partition", "overlap", "codegen")
         for subject in ("model", "Block")
     }
     (worst,) = [r for r in report.table if (r.stage, r.subject) == ("codegen", "Block")]

@@ -31,7 +31,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils import _pytree as pytree
 
 from sp_compiler.base.errors import ArgumentError, SPCompilerError, UnsupportedError
-from sp_compiler.ir.fx import is_composite
 from sp_compiler.module.dtensors.gathered_views import (
     GatheredView,
     full_value,
@@ -139,7 +138,7 @@ def _kinds() -> tuple[list[Any], list[Any], list[Any]]:
         if namespace != "aten":
             continue
         operation = getattr(getattr(torch.ops.aten, packet), overload or "default")
-        if is_composite(operation):
+        if _is_composite(operation):
             composites.append(operation)
         schema = operation._schema
         operands = [str(each.type) for each in schema.arguments if "Tensor" in str(each.type)]
@@ -232,7 +231,7 @@ def _mesh_of_read(
 
 
 def _as_dtensor_does(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    if is_composite(operation):
+    if _is_composite(operation):
         # In inference mode alone. DTensor would run some on each part, as if it was all there is.
         return operation.decompose(*args, **kwargs)
     # DTensor asks for a handler first, and would come back to it.
@@ -246,6 +245,12 @@ def _without_handler(operation: Callable[..., Any], *args: Any, **kwargs: Any) -
         return operation(*args, **kwargs)
     finally:
         _this_thread.needs_no_handler = before
+
+
+@functools.cache
+def _is_composite(operation: Any) -> bool:
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return bool(operation.has_kernel_for_dispatch_key(key))
 
 
 def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:

@@ -199,6 +199,20 @@ def _of_several_results(b: GraphBuilder) -> Sequence[Node]:
     return (total(b, [b.call(operator.getitem, norm, 0) for norm in norms]),)
 
 
+def _copied(b: GraphBuilder) -> Sequence[Node]:
+    """Of a dim of size 1 the code of the copies, ``contiguous()``, returns their operands."""
+    copies = []
+    for name in "ab":
+        turned = b.call(aten.transpose.int, b.input(name, 1, 3), 0, 1)
+        copy = b.graph.create_node(
+            "call_function", aten.clone.default, (turned,),
+            {"memory_format": torch.contiguous_format},
+        )  # fmt: skip
+        copy.meta["val"] = turned.meta["val"].contiguous()
+        copies.append(copy)
+    return (total(b, copies),)
+
+
 def _arrived(b: GraphBuilder) -> Sequence[Node]:
     sent = [b.call(aten.exp.default, b.input(name, 6, 4)) for name in "ab"]
     return (total(b, [b.call(convert, each, "P", "S(0)", 2) for each in sent]),)
@@ -222,6 +236,7 @@ NEAR_MISSES: dict[str, Callable[[GraphBuilder], Sequence[Node]]] = {
     "forward values": _recomputed,
     "one of several results": _of_several_results,
     "results of collectives": _arrived,
+    "copies": _copied,
     "twice the same": _twice_the_same,
 }
 

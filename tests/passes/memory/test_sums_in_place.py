@@ -208,7 +208,7 @@ def _copied(b: GraphBuilder) -> Sequence[Node]:
             "call_function", aten.clone.default, (turned,),
             {"memory_format": torch.contiguous_format},
         )  # fmt: skip
-        copy.meta["val"] = turned.meta["val"].contiguous()
+        copy.meta["val"] = turned.meta["val"].clone(memory_format=torch.contiguous_format)
         copies.append(copy)
     return (total(b, copies),)
 

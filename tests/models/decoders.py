@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from tests.models.architecture import (
-    LAYERS,
-    add,
+import functools
+
+from transformers.models.qwen3_next import modeling_qwen3_next
+
+from tests.models.architecture import LAYERS, add
+
+# The scan within a chunk is a loop in Python: of 64 tokens, which is the default and more than any
+# sequence here has, it is unrolled into four times as many operators of the same kinds.
+modeling_qwen3_next.torch_chunk_gated_delta_rule = functools.partial(
+    modeling_qwen3_next.torch_chunk_gated_delta_rule, chunk_size=16
 )
 
 add("gpt2", "GPT2", lambda s: {"loss_type": "ForCausalLM"}, model="LMHeadModel")

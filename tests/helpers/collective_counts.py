@@ -115,9 +115,7 @@ SEQUENCE_PARALLEL: dict[str, dict[str, tuple[str, str]]] = {
 """With ``recompute`` "none", "attention" and "selective" alike."""
 
 RECOMPUTED: dict[str, dict[str, str]] = {
-    "gpt2_logits": {"Prologue": "1 AG", "GPT2Block": "4 AG 3 RS", "Epilogue": "1 AG 1 RS"},
     "gpt2": {"Prologue": "1 AG", "GPT2Block": "4 AG 3 RS", "Epilogue": "1 AG 1 RS"},
-    "llama_gqa8": {"Prologue": "1 AG", "LlamaDecoderLayer": "4 AG 3 RS", "Epilogue": "1 AG 1 RS"},
     "llama": {"Prologue": "1 AG", "LlamaDecoderLayer": "4 AG 3 RS", "Epilogue": "1 AG 1 RS"},
     "bert": {"Prologue": "2 AG 2 RS", "BertLayer": "4 AG 4 RS", "Epilogue": "1 AG 1 RS"},
     "vit": {"Prologue": "1 AG", "ViTLayer": "4 AG 3 RS", "Epilogue": "1 AG"},
@@ -137,16 +135,6 @@ RECOMPUTED: dict[str, dict[str, str]] = {
         "TransformerEncoderLayer": "4 AG 4 RS",
         "Epilogue": "1 AG 1 RS",
     },
-    "encoder_causal": {
-        "Prologue": "1 AG",
-        "TransformerEncoderLayer": "4 AG 3 RS",
-        "Epilogue": "1 AG 1 RS",
-    },
-    "encoder_prenorm": {
-        "Prologue": "1 AG",
-        "TransformerEncoderLayer": "4 AG 3 RS",
-        "Epilogue": "1 AG 1 RS",
-    },
     "encoder": {
         "Prologue": "1 AG",
         "TransformerEncoderLayer": "4 AG 4 RS",
@@ -164,27 +152,11 @@ RECOMPUTED: dict[str, dict[str, str]] = {
         "GPT2Block2": "4 AG 3 RS",
         "Epilogue": "1 RS",
     },
-    "peft_llama": {
-        "Prologue": "",
-        "LlamaDecoderLayer": "4 AG 2 RS",
-        "LlamaDecoderLayer2": "4 AG 3 RS",
-        "Epilogue": "1 RS",
-    },
 }
 """Backward of regions with ``recompute="full"``."""
 
 TENSOR_PARALLEL: dict[str, dict[str, tuple[str, str]]] = {
-    "gpt2_logits": {
-        "Prologue": ("1 AR", ""),
-        "GPT2Block": ("2 AR", "2 AR"),
-        "Epilogue": ("1 AG", "1 AR"),
-    },
     "gpt2": {"Prologue": ("1 AR", ""), "GPT2Block": ("2 AR", "2 AR"), "Epilogue": ("1 VL", "1 AR")},
-    "llama_gqa8": {
-        "Prologue": ("1 AG", ""),
-        "LlamaDecoderLayer": ("2 AR", "2 AR"),
-        "Epilogue": ("1 VL", "1 AR"),
-    },
     "llama": {
         "Prologue": ("1 AG", ""),
         "LlamaDecoderLayer": ("2 AR", "2 AR"),
@@ -216,16 +188,6 @@ TENSOR_PARALLEL: dict[str, dict[str, tuple[str, str]]] = {
         "TransformerEncoderLayer": ("2 AR", "2 AR"),
         "Epilogue": ("1 VL", ""),
     },
-    "encoder_causal": {
-        "Prologue": ("1 AG", "1 RS"),
-        "TransformerEncoderLayer": ("2 AR", "2 AR"),
-        "Epilogue": ("1 VL", ""),
-    },
-    "encoder_prenorm": {
-        "Prologue": ("1 AG", "1 RS"),
-        "TransformerEncoderLayer": ("2 AR", "2 AR"),
-        "Epilogue": ("1 VL", ""),
-    },
     "encoder": {
         "Prologue": ("1 AG", "1 RS"),
         "TransformerEncoderLayer": ("2 AR", "2 AR"),
@@ -241,12 +203,6 @@ TENSOR_PARALLEL: dict[str, dict[str, tuple[str, str]]] = {
         "Prologue": ("1 AR", ""),
         "GPT2Block": ("2 AR", "1 AR"),
         "GPT2Block2": ("2 AR", "2 AR"),
-        "Epilogue": ("1 VL", "1 AR"),
-    },
-    "peft_llama": {
-        "Prologue": ("1 AG", ""),
-        "LlamaDecoderLayer": ("2 AR", "1 AR"),
-        "LlamaDecoderLayer2": ("2 AR", "2 AR"),
         "Epilogue": ("1 VL", "1 AR"),
     },
 }

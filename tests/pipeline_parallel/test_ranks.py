@@ -20,6 +20,7 @@ import sp_compiler
 from sp_compiler import ArgumentError, RankMismatchError, UnsupportedError, api
 from sp_compiler.compiler import build
 from tests.helpers.ranks import run_on_copies, run_on_ranks
+from tests.helpers.rehearsal import run_rehearsed
 from tests.helpers.shared_programs import compile_for_ranks, shared_programs
 from tests.models import architectures, zoo
 
@@ -205,7 +206,7 @@ def _on_two_ranks() -> None:
 
 
 def test_two_stages() -> None:
-    run_on_ranks(2, _on_two_ranks)
+    run_rehearsed(2, _on_two_ranks)
 
 
 _Cases = Sequence[tuple[str, int, str, int, Sequence[int]]]
@@ -227,7 +228,7 @@ def _schedules(cases: _Cases) -> list[str]:
 @pytest.mark.slow
 def test_schedules_on_two_ranks() -> None:
     cases = [
-        ("gpt2", 4, "zero_bubble", 10, (2, 1)),
+        ("gpt2", 4, "zero_bubble", 4, (2, 1)),
         ("gpt2", 4, "dualpipev", 3, (2, 1)),
         ("llama", 4, "interleaved", 3, (2, 1)),
         # Its table of relative positions is sent too, a transposed view.
@@ -240,7 +241,7 @@ def test_schedules_on_two_ranks() -> None:
 @pytest.mark.slow
 def test_schedules_with_tensor_parallel_stages() -> None:
     cases = [
-        ("gpt2", 2, "1f1b", 10, (2, 2)),
+        ("gpt2", 2, "1f1b", 4, (2, 2)),
         ("gpt2", 4, "dualpipev", 3, (2, 2)),
         ("mixtral", 2, "zero_bubble", 3, (2, 2)),
     ]
@@ -290,7 +291,7 @@ def test_weights_wait_and_activations_do_not_pile_up() -> None:
 
 
 def _saved(folder: str) -> None:
-    with _LIFTED:
+    with _LIFTED, shared_programs():
         pipeline, _, _ = _train("gpt2", 2, "1f1b", 1, (2, 1))
     dcp.save(pipeline.state_dict(), checkpoint_id=folder)
     loss = pipeline.eval(**_batch("gpt2")).loss
@@ -314,14 +315,14 @@ def _saved(folder: str) -> None:
 
 @pytest.mark.slow
 def test_checkpoint_has_every_parameter_once(tmp_path: Any) -> None:
-    run_on_ranks(2, _saved, str(tmp_path))
+    run_rehearsed(2, _saved, str(tmp_path))
 
 
 def _weighed() -> None:
     """Microbatches weighed by their tokens give the loss of the batch; rank 0 has the weights."""
     batch = _batch("llama")
     batch["labels"][:3, 4:] = -100
-    with _LIFTED:
+    with _LIFTED, shared_programs():
         # Without dropout: other masks belong to the rows of a microbatch than to those of a batch.
         truth = sp_compiler.compile(_model("llama", 2).eval(), tp=1)
         expected = zoo.loss_of(truth(**batch))
@@ -352,7 +353,7 @@ def _weighed() -> None:
 
 @pytest.mark.slow
 def test_losses_weighed_by_tokens() -> None:
-    run_on_ranks(2, _weighed)
+    run_rehearsed(2, _weighed)
 
 
 def _wrong_meshes() -> None:

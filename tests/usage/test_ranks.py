@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import sp_compiler
 from sp_compiler import UnsupportedError
 from sp_compiler.runtime.recorder import Recorder
-from tests.helpers.ranks import run_on_ranks
+from tests.helpers.rehearsal import run_rehearsed
 from tests.helpers.two_ranks import (
     assert_same_gradients,
     compiled,
@@ -246,7 +246,7 @@ def _all() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    return run_on_ranks(2, _all)
+    return run_rehearsed(2, _all)
 
 
 @pytest.mark.parametrize("name", [check.__name__ for check in CHECKS])
@@ -289,7 +289,7 @@ def _three() -> dict[str, Any]:
 
 
 def test_ranks_that_fit_nothing_in_the_model(expected: dict[str, Any]) -> None:
-    for found in run_on_ranks(3, _three):
+    for found in run_rehearsed(3, _three):
         assert_same_training(found["training"], expected)
         assert not found["fallbacks"]  # heads, columns and words are padded
 

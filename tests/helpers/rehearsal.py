@@ -1,0 +1,52 @@
+"""Ranks that are copies of a process which compiled what they will ask for.
+
+Each rank of a test would compile the same programs for itself, which takes most of its time. Here
+one process runs the same function first, as rank 0 of a group whose collectives do nothing: its
+numbers are wrong, its programs are those of the ranks. What it did not get to, for a check that
+wrong numbers fail, each rank compiles as ever. That ranks compile the same is proven elsewhere, see
+``tests/helpers/shared_programs.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.helpers.fake_group import fake_group
+from tests.helpers.ranks import run_on_copies
+from tests.helpers.shared_programs import shared_programs
+
+
+def run_rehearsed(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """As ``run_on_ranks``, with programs that were compiled once for all ranks.
+
+    ``function`` must leave nothing behind, such as files, that a second call would trip over.
+    """
+    before = functools.partial(_rehearse, world_size, function, args)
+    return run_on_copies(world_size, before, _perform, function, args)
+
+
+def _rehearse(world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    with (
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+        contextlib.suppress(Exception, pytest.fail.Exception),
+        fake_group(world_size),
+        mock.patch("torch.testing.assert_close"),
+        shared_programs(),
+    ):
+        warnings.simplefilter("ignore")
+        function(*args)
+
+
+def _perform(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    with shared_programs():
+        return function(*args)

@@ -17,7 +17,14 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-slow compat lint format bench docs site goldens clean
 
-PYTHON ?= $(firstword $(shell command -v python3.11) $(shell command -v python3.12) python3)
+# The system's own Python first: those that were built from source by a version manager, mostly
+# without profile-guided optimization, take a quarter longer for the tests. One that has no headers
+# (Inductor's C++ needs them) or cannot make environments is passed over.
+PYTHONS := /usr/bin/python3.11 python3.11 /usr/bin/python3.12 python3.12
+IS_WHOLE := import ensurepip, os, sysconfig; \
+  assert os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h"))
+PYTHON ?= $(firstword \
+  $(foreach each,$(PYTHONS),$(shell $(each) -c '$(IS_WHOLE)' 2>/dev/null && echo $(each))) python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed

@@ -163,7 +163,8 @@ def refuse_unknown_axes(mesh: DeviceMesh) -> None:
         raise UnsupportedError(
             f"the mesh has the axis {_sizes_text(mesh, others)}, and the names that have a meaning "
             f'are {", ".join(AXES)}: call an axis over which batches differ "{SHARD_AXIS}" '
-            f'(parameters sharded) or "{REPLICATE_AXIS}" (parameters replicated). Or pass '
+            f'(parameters sharded) or "{REPLICATE_AXIS}" (parameters replicated); sequences have '
+            f'no axis of their own, such as "cp": "{TENSOR_AXIS}" divides them. Or pass '
             f'mesh["{TENSOR_AXIS}"] and reduce gradients over the rest yourself, for example by '
             "torch.distributed.fsdp.fully_shard(module, mesh=the other axis) on the compiled module"
         )

@@ -38,7 +38,6 @@ _EVERYTHING = [
 _FAST = [
     ("bloom", "dividing"),  # batch and heads in one dim, ALiBi
     ("phi3", "dividing"),  # fused gate_up
-    ("torch_TransformerDecoder", "dividing"),  # given masks and memory
 ]
 # Projections that are packed and taken apart by slices, views or splits, written ``x @ w.T``, or
 # whose heads are fused with the batch. A block gathers and scatters once for each of its sublayers,

@@ -32,7 +32,7 @@ from tests.helpers.slow import slow, slow_but
 from tests.models import zoo
 
 _SHORT = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR"}
-_FAST = ("gpt2", "llama", "vit", "lora")
+_FAST = ("gpt2", "vit")
 _MODELS = slow_but(_FAST, SEQUENCE_PARALLEL)
 # What they have and others lack, neither recomputation nor tensor parallelism treats otherwise.
 _ALIKE = ("gpt2_logits", "llama_gqa8", "encoder_causal", "encoder_prenorm", "peft_llama")

@@ -307,13 +307,18 @@ _KINDS = (
     Constants,
     Factorizations,
 )
+_TAKE_LONGEST = (Recurrent, DimsOfOthers, SharedModulation)
 
 
 def _in_turn() -> list[Any]:
-    """Every kind in one setting in turn, and in another one as a slow test."""
+    """Every kind in one setting in turn, and in another one as a slow test.
+
+    Those that take longest are slow tests in both.
+    """
     cases = []
     for number, kind in enumerate(_KINDS):
-        for place, marks in ((number, ()), (number + 2, pytest.mark.slow)):
+        first = pytest.mark.slow if kind in _TAKE_LONGEST else ()
+        for place, marks in ((number, first), (number + 2, pytest.mark.slow)):
             options = _OPTIONS[place % len(_OPTIONS)]
             label = f"{kind.__name__}-tp{options['tp']}"
             cases.append(pytest.param(kind, options, id=label, marks=marks))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -41,14 +42,22 @@ _ARCHITECTURES = ("gpt2", "llama", "bert", "vit", "t5", "plain", "encoder", "lor
 # Of the model that is compiled in the shortest time; what only others have, of which a setting
 # decides something else, has tests of its own: grouped heads, adapters, two stacks.
 _EVERY_PAIR = ("gpt2",)
+# Of those that differ from each other most, the quicker ones.
+_FAST = ("gpt2", "bert", "vit", "plain", "encoder_seqfirst", "lora", "llama_gqa8")
 # In each stack of T5 the first layer computes the biases of all.
 _LAYERS = {"t5": 2}
 
 
-def _cases(settings: dict[str, list[Setting]]) -> list[Any]:
-    """Test parameters by model and size, so that neighbours share a capture."""
+def _cases(settings: dict[str, list[Setting]], fast: Sequence[str] = ()) -> list[Any]:
+    """Test parameters by model and size, so that neighbours share a capture; all but those of the
+    models ``fast`` are slow tests."""
     return [
-        pytest.param(name, *setting, id=_label(name, *setting))
+        pytest.param(
+            name,
+            *setting,
+            id=_label(name, *setting),
+            marks=() if name in fast else pytest.mark.slow,
+        )
         for name, rows in settings.items()
         for setting in sorted(rows)
     ]
@@ -99,14 +108,13 @@ def _check(
     )
 
 
-@pytest.mark.parametrize(_COLUMNS, _cases(_in_turn()))
+@pytest.mark.parametrize(_COLUMNS, _cases(_in_turn(), fast=_FAST))
 def test_parity(
     name: str, size: tuple[int, int], tp: int, recompute: str, sequence_parallel: bool
 ) -> None:
     _check(name, size, tp, recompute, sequence_parallel)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(_COLUMNS, _cases(_everything()))
 def test_parity_of_everything(
     name: str, size: tuple[int, int], tp: int, recompute: str, sequence_parallel: bool

@@ -61,7 +61,7 @@ def test_without_hints_the_pairs_are_column_and_row() -> None:
     "hints",
     [
         slow({"blocks.*.mlp.up": Shard(1)}),
-        {"blocks.*.mlp.up": Replicate(), "blocks.*.mlp.down": Replicate()},
+        slow({"blocks.*.mlp.up": Replicate(), "blocks.*.mlp.down": Replicate()}),
         slow({"blocks.0.mlp.down": Shard(0), "blocks.*.attention.query": Shard(-1)}),
         slow({"blocks.*.attention.key": Replicate(), "blocks.*.attention.query": Shard(0)}),
         {"head": sp_compiler.forbid(Shard(0)), "token_embedding": Shard(1)},

@@ -302,7 +302,7 @@ def test_time_of_the_sum() -> None:
     assert elapsed_us(b.output(fused), WORLD, H100) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("name", ["gpt2", slow("llama")])
+@pytest.mark.parametrize("name", [slow("gpt2"), slow("llama")])
 def test_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients in float64, with rows and a link for which every rewrite pays."""
     let_all_pay(monkeypatch)

@@ -274,6 +274,7 @@ def _structure(block: BlockPlan) -> tuple[Any, ...]:
     return block.name, sorted(tensor.dtype for tensor in block.kept), collectives
 
 
+@pytest.mark.slow
 def test_one_kv_head_a_rank_in_a_batch_of_one() -> None:
     """Llama-3-70B's case: 8 ranks, 8 kv heads, one sequence."""
     formula = _plan("llama_gqa8", 4, "selective", batch=1).activation_formula
@@ -314,7 +315,7 @@ def _raise(*_: Any, **__: Any) -> PlannedProgram:
 
 
 def test_a_formula_refuses_what_it_does_not_tell() -> None:
-    formula = _plan("llama_gqa8", 2, "none").activation_formula
+    formula = _plan("llama_gqa8", 2, "none", layers=1).activation_formula
     layer = formula.blocks["LlamaDecoderLayer"]
     with pytest.raises(ArgumentError, match="there is no x, only t, s, b"):
         formula.value(layer, x=3)

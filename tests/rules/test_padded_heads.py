@@ -307,7 +307,7 @@ def test_two_ranks_train_three_heads_as_one(tmp_path: Path) -> None:
         assert found["loaded"][0] == pytest.approx(found["loaded"][1], rel=1e-12)
 
 
-@pytest.mark.parametrize("fused", ["", "split", "view"])
+@pytest.mark.parametrize("fused", ["view", *map(slow, ("", "split"))])
 def test_the_plan_names_padded_heads(fused: str) -> None:
     found = sp_compiler.plan(_Loss(_Attention(3, fused=fused)), ((_input().float(),), {}), tp=2)
     assert found.notes == (
@@ -323,7 +323,7 @@ def test_the_plan_names_padded_heads(fused: str) -> None:
         ("fused, masks of heads", "padding them could be wrong here, as it is under a mask"),
     ],
 )
-@pytest.mark.parametrize("fused", ["", "split"])
+@pytest.mark.parametrize("fused", ["split", slow("")])
 def test_the_warning_says_why_heads_are_not_padded(core: str, why: str, fused: str) -> None:
     """With 3 wide heads a third more of each weight costs more than a replicated attention."""
     cores = _PADDED | _NOT_PADDED

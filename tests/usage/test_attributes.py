@@ -139,7 +139,8 @@ def test_nothing_of_the_head_is_recomputed_though_stored_tensors_come_behind_it(
     assert "head" in [tensor.name for tensor in head.kept]
 
 
-@pytest.mark.parametrize("tp", [2, slow(4)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [2, 4])
 def test_stored_tensors_and_their_gradients_are_right_on_every_rank(tp: int) -> None:
     source = model()
     source.log.append(torch.tensor(-1.0))  # of an earlier call

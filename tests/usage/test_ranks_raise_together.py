@@ -250,15 +250,15 @@ CASES: dict[Callable[..., Any], tuple[str, str]] = {
 }
 
 
-def _run(cases: list[Callable[..., Any]]) -> dict[str, tuple[str, float]]:
+def _run() -> dict[str, tuple[str, float]]:
     """Text of what this rank raised, and after how long, by case; each in a group of its own."""
     with shared_programs():
-        return _run_each(cases)
+        return _run_each()
 
 
-def _run_each(cases: list[Callable[..., Any]]) -> dict[str, tuple[str, float]]:
+def _run_each() -> dict[str, tuple[str, float]]:
     rank, results = dist.get_rank(), {}
-    for case in cases:
+    for case in CASES:
         # A rank that stopped amid collectives leaves a group that nobody can use.
         group = dist.new_group(list(range(dist.get_world_size())))
         fails = case(DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",)), rank)
@@ -274,31 +274,18 @@ def _run_each(cases: list[Callable[..., Any]]) -> dict[str, tuple[str, float]]:
     return results
 
 
-def _check(ranks: list[dict[str, tuple[str, float]]], case: Callable[..., Any]) -> None:
-    for said, results in zip(CASES[case], ranks, strict=True):
-        text, seconds = results[case.__name__]
-        assert re.search(said, text), text
-        assert seconds < _SECONDS
-
-
-_FAST = [_weights, _values, _validation_on_rank_0, _without_gradients, _inside_forward]
-
-
-def test_ranks_that_start_with_different_weights_or_data_or_fail() -> None:
-    ranks = run_on_ranks(2, _run, _FAST)
-    for case in _FAST:
-        _check(ranks, case)
-
-
 @pytest.fixture(scope="module")
 def all_ranks() -> list[dict[str, tuple[str, float]]]:
-    return run_on_ranks(2, _run, list(CASES))
+    return run_on_ranks(2, _run)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_every_rank_raises(all_ranks: list[dict[str, Any]], case: Callable[..., Any]) -> None:
-    _check(all_ranks, case)
+    for said, results in zip(CASES[case], all_ranks, strict=True):
+        text, seconds = results[case.__name__]
+        assert re.search(said, text), text
+        assert seconds < _SECONDS
 
 
 def _broadcast() -> bool:

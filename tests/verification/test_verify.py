@@ -210,6 +210,7 @@ def test_a_dropped_i_to_r_is_found_though_the_loss_is_right(
     assert row.operator.startswith("backward of ")
 
 
+@pytest.mark.slow
 def test_a_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lookup in a part of the vocabulary taken for the whole embedding."""
     original = problem.vocabulary_strategies
@@ -297,7 +298,7 @@ def test_a_broken_printer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report.first_bad_pass == "codegen"
 
 
-@pytest.mark.parametrize(("factor", "ok"), [(1 + 1e-8, False), (1 + 1e-13, True)])
+@pytest.mark.parametrize(("factor", "ok"), [(1 + 1e-8, False), slow(1 + 1e-13, True)])
 def test_errors_far_above_rounding_are_found(
     factor: float, ok: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

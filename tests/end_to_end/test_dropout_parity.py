@@ -15,7 +15,6 @@ from sp_compiler.ops.dropout import dropout, dropout_mask
 from sp_compiler.options import Dropout
 from tests.helpers import parity
 from tests.helpers.slow import slow
-from tests.models import zoo
 
 _P = 0.1
 _MODES = ("regenerate", "stored")
@@ -38,7 +37,8 @@ _CASES = [
 
 
 def _case(name: str, mode: str) -> parity.Case:
-    return parity.case(name, 3, 13, _P, mode)
+    # One layer has dropout in all places; that two draw other masks is seen in one of the models.
+    return parity.case(name, 3, 13, _P, cast(Dropout, mode), layers=2 if name == "gpt2" else 1)
 
 
 @pytest.mark.parametrize(("name", "mode"), _CASES)
@@ -56,17 +56,11 @@ def test_every_number_of_ranks_and_recompute(name: str, mode: str) -> None:
 def test_stored_masks_are_the_regenerated_ones(name: str) -> None:
     steps = []
     for mode in _MODES:
-        found = _case(name, mode) if name != "t5" else _one_layer_of_t5(mode)
+        found = _case(name, mode)
         steps.append(parity.simulate(found, parity.compiled(found, tp=2, dropout=mode)))
     regenerated, stored = steps
     assert parity.gradient_error(stored.grads, regenerated.grads) < 1e-12
     assert float((_loss(stored) - _loss(regenerated)).abs().max()) < 1e-12
-
-
-def _one_layer_of_t5(mode: str) -> parity.Case:
-    """One in each stack has dropout in all places."""
-    model, kwargs = zoo.build("t5", layers=1, dropout=_P), zoo.inputs("t5", 3, 13)
-    return parity.make_case(model, kwargs, dropout=cast(Dropout, mode))
 
 
 def test_every_seed_has_its_own_masks() -> None:

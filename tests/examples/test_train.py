@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import subprocess
@@ -9,15 +10,17 @@ import sys
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from transformers import GPT2Config
 
 from examples.processes import Places, mesh_of
 from examples.train import parsed, train
-from tests.helpers.ranks import run_on_ranks
+from tests.helpers.rehearsal import run_rehearsed
 
 _STEPS = 4
 
@@ -39,25 +42,36 @@ def _run(folder: Path, name: str, steps: int, *options: str) -> dict[int, dict[s
     return records
 
 
+_SQUARE = ("--tp", "2", "--dp-shard", "2", "--batch", "2", "--accumulate", "2")
+_WIDE = ("--tp", "4", "--batch", "4", "--accumulate", "2")
+_IN_STAGES = ("--pp", "2", "--dp-shard", "2", "--batch", "2", "--accumulate", "2")
+
+
+def _rehearsal(path: str) -> None:
+    """Two steps of each run, which is to compile everything, and no checkpoint."""
+    with mock.patch.object(dcp, "save"):
+        for number, options in enumerate((_SQUARE, _WIDE, _IN_STAGES)):
+            with contextlib.suppress(Exception):
+                _run(Path(path), f"rehearsal/{number}", 2, *options)
+
+
 def _runs(path: str) -> list[dict[int, dict[str, Any]]]:
     warnings.simplefilter("ignore")
-    folder, square = Path(path), ("--tp", "2", "--dp-shard", "2", "--batch", "2")
-    accumulated = (*square, "--accumulate", "2")
-    straight = _run(folder, "straight", _STEPS, *accumulated)
+    folder = Path(path)
+    straight = _run(folder, "straight", _STEPS, *_SQUARE)
     # The schedule is that of the full run: it is a failure that cuts a run off.
     first = "step_00000002"
     for name in ("wide", "stages"):
         if dist.get_rank() == 0:
             shutil.copytree(folder / "straight" / first, folder / name / first)
     dist.barrier()
-    wide = _run(folder, "wide", _STEPS, "--tp", "4", "--batch", "4", "--accumulate", "2")
-    in_stages = ("--pp", "2", "--dp-shard", "2", "--batch", "2", "--accumulate", "2")
-    stages = _run(folder, "stages", _STEPS, *in_stages, "--save-every", "1")
+    wide = _run(folder, "wide", _STEPS, *_WIDE)
+    stages = _run(folder, "stages", _STEPS, *_IN_STAGES, "--save-every", "1")
     if dist.get_rank() == 0:
         third = "step_00000003"
         shutil.copytree(folder / "stages" / third, folder / "stages_cut" / third)
     dist.barrier()
-    stages_cut = _run(folder, "stages_cut", _STEPS, *in_stages)
+    stages_cut = _run(folder, "stages_cut", _STEPS, *_IN_STAGES)
     return [straight, wide, stages, stages_cut]
 
 
@@ -70,7 +84,8 @@ def test_a_run_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
     config.architectures = ["GPT2LMHeadModel"]
     config.to_json_file(tmp_path / "config.json")
     tmp_path.joinpath("text.txt").write_text("all work and no play makes jack a dull boy\n" * 100)
-    straight, wide, stages, stages_cut = run_on_ranks(4, _runs, str(tmp_path))[0]
+    found = run_rehearsed(4, _runs, str(tmp_path), rehearsal=_rehearsal)
+    straight, wide, stages, stages_cut = found[0]
     measured = ("loss", "norm", "lr", "evaluation_loss")
     for step in (3, 4):
         for name in measured:

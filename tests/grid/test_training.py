@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 
 import sp_compiler
 from tests.helpers import grids
-from tests.helpers.ranks import run_on_copies, run_on_ranks
+from tests.helpers.ranks import run_on_copies
+from tests.helpers.rehearsal import run_rehearsed
 from tests.helpers.shared_programs import compile_for_ranks, shared_programs
 from tests.models import zoo
 
@@ -155,6 +156,6 @@ def _mixed_precision() -> dict[str, float]:
 
 @pytest.mark.slow
 def test_mixed_precision_beside_eager() -> None:
-    for result in run_on_ranks(4, _mixed_precision):
+    for result in run_rehearsed(4, _mixed_precision):
         # bfloat16 has 8 bits; a gradient that lacked a rank's part would be far off.
         assert max(result.values()) < 1e-2, result

@@ -18,18 +18,25 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests.helpers.fake_group import fake_group
 from tests.helpers.ranks import run_on_copies
 from tests.helpers.shared_programs import shared_programs
 
 
-def run_rehearsed(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+def run_rehearsed(
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    rehearsal: Callable[..., Any] | None = None,
+) -> list[Any]:
     """As ``run_on_ranks``, with programs that were compiled once for all ranks.
 
-    ``function`` must leave nothing behind, such as files, that a second call would trip over.
+    ``function`` must leave nothing behind that a second call would trip over, such as files, or
+    plans that torch's distributed checkpoints remember; else ``rehearsal(*args)`` compiles for it.
     """
-    before = functools.partial(_rehearse, world_size, function, args)
+    before = functools.partial(_rehearse, world_size, rehearsal or function, args)
     return run_on_copies(world_size, before, _perform, function, args)
 
 
@@ -45,6 +52,8 @@ def _rehearse(world_size: int, function: Callable[..., Any], args: tuple[Any, ..
     ):
         warnings.simplefilter("ignore")
         function(*args)
+    # What it holds are meshes of a group that is no more.
+    _clear_sharding_prop_cache()
 
 
 def _perform(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

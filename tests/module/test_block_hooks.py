@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sp_compiler import RankMismatchError, UnsupportedError
-from tests.helpers.ranks import run_on_ranks
+from tests.helpers.rehearsal import run_rehearsed
 from tests.helpers.two_ranks import assert_same_gradients, compiled, eager, full, run_checks
 from tests.models import zoo
 
@@ -133,7 +133,7 @@ _CHECKS = (
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    return run_on_ranks(2, run_checks, _CHECKS)
+    return run_rehearsed(2, run_checks, _CHECKS)
 
 
 @pytest.mark.parametrize("check", _CHECKS)

@@ -29,7 +29,7 @@ from tests.helpers.handmade_module import (
     same_training,
     train,
 )
-from tests.helpers.ranks import run_on_ranks
+from tests.helpers.rehearsal import run_rehearsed
 from tests.models.handmade import Model
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -294,7 +294,7 @@ def _rows() -> Any:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    return run_on_ranks(2, _many_things)
+    return run_rehearsed(2, _many_things)
 
 
 @pytest.mark.slow

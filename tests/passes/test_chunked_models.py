@@ -17,7 +17,7 @@ import sp_compiler
 from sp_compiler.compiler import build
 from sp_compiler.options import CompileOptions
 from tests.helpers import parity
-from tests.helpers.ranks import run_on_ranks
+from tests.helpers.rehearsal import run_rehearsed
 from tests.helpers.slow import slow
 
 
@@ -288,7 +288,7 @@ def _train() -> list[Tensor]:
 
 @pytest.mark.slow
 def test_on_two_ranks() -> None:
-    for results in run_on_ranks(2, _train):
+    for results in run_rehearsed(2, _train):
         half = len(results) // 2
         for got, expected in zip(results[half:], results[:half], strict=True):
             # The model casts its logits to float32.

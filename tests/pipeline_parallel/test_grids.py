@@ -19,6 +19,7 @@ import sp_compiler
 from sp_compiler import RankMismatchError
 from tests.helpers import grids
 from tests.helpers.ranks import run_on_copies
+from tests.helpers.rehearsal import run_rehearsed
 from tests.helpers.shared_programs import compile_for_ranks, shared_programs
 from tests.models import zoo
 
@@ -100,14 +101,6 @@ def test_two_by_two_by_two() -> None:
         assert max(errors.values()) < 1e-9, errors
 
 
-def _compile_calls() -> None:
-    micro = zoo.inputs("llama", batch=2, seq=8)
-    with shared_programs():
-        with grids.lifted():
-            compile_for_ranks(zoo.build("llama", layers=2), micro, schedule="1f1b")
-        _compile_in_bfloat16(1, "1f1b")
-
-
 def _calls() -> None:
     """Once per step over the data axis; weights over all parts; a policy; batches that differ."""
     mesh = grids.mesh(dp_shard=2, pp=2)
@@ -149,11 +142,6 @@ def _calls() -> None:
     _in_bfloat16(mesh, own, evaluated.item() / 4)
 
 
-def _known_calls() -> None:
-    with shared_programs():
-        _calls()
-
-
 def _pipeline_in_bfloat16(mesh: DeviceMesh, own: dict[str, Any], schedule: str) -> Any:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     return sp_compiler.pipeline(
@@ -173,21 +161,8 @@ def _in_bfloat16(mesh: DeviceMesh, own: dict[str, Any], loss: float) -> None:
     assert abs(mean.item() - loss) < 0.1 * loss
 
 
-# Each rank compiles what FSDP2 casts. "1f1b" casts beside data axes alone, above.
+# "1f1b" casts beside data axes alone, above.
 _SCHEDULE = "zero_bubble"
-
-
-def _compile_in_bfloat16(tp: int, schedule: str) -> None:
-    """The program that places the parameters. That of what FSDP2 casts each rank compiles."""
-    micro = zoo.inputs("llama", batch=2, seq=8)
-    with shared_programs():
-        model = zoo.build("llama", dtype=torch.float32, layers=2)
-        compile_for_ranks(model, micro, tp=tp, schedule=schedule)
-
-
-def _with_tensor_parallelism_in_bfloat16() -> None:
-    with shared_programs():
-        _train_in_bfloat16()
 
 
 def _train_in_bfloat16() -> None:
@@ -213,10 +188,9 @@ def _train_in_bfloat16() -> None:
 
 @pytest.mark.slow
 def test_mixed_precision_beside_tensor_parallelism() -> None:
-    before = functools.partial(_compile_in_bfloat16, 2, _SCHEDULE)
-    run_on_copies(8, before, _with_tensor_parallelism_in_bfloat16)
+    run_rehearsed(8, _train_in_bfloat16)
 
 
 @pytest.mark.slow
 def test_calls_over_data_axes() -> None:
-    run_on_copies(4, _compile_calls, _known_calls)
+    run_rehearsed(4, _calls)

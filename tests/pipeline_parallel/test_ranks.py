@@ -315,7 +315,8 @@ def _saved(folder: str) -> None:
 
 @pytest.mark.slow
 def test_checkpoint_has_every_parameter_once(tmp_path: Any) -> None:
-    run_rehearsed(2, _saved, str(tmp_path))
+    cases = [("gpt2", 2, "1f1b", 1, (2, 1))]
+    run_on_copies(2, functools.partial(_compile, cases), _saved, str(tmp_path))
 
 
 def _weighed() -> None:

@@ -49,8 +49,10 @@ def test_one_program_serves_other_sizes(
 
 @pytest.mark.slow
 def test_a_model_with_two_stacks() -> None:
-    model, program = _layer("t5", 2)
-    assert_right(program, model, zoo.inputs("t5", 3, 17))
+    # Two layers: the first of each stack differs from all others.
+    model, kwargs = zoo.build("t5", layers=2, dropout=0.1), zoo.inputs("t5", *EXAMPLE)
+    program = open_program(model, kwargs, tp=2)
+    assert_right(program, zoo.build("t5", layers=2, dropout=0.1), zoo.inputs("t5", 3, 17))
 
 
 @pytest.mark.slow

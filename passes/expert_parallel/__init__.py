@@ -74,7 +74,11 @@ def _none_found(captured: Captured) -> str:
         if where is None
         else f"the experts of module {where.rpartition('.')[0]!r} are computed in another way"
     )
-    return f'the mesh has an axis "ep", which divides experts, and {found}. {HOW}'
+    sources = zip(captured.placeholders, captured.refs, strict=True)
+    users = (user for node, ref in sources if ref.name == where for user in node.users)
+    # The line of the model that would have to be another one.
+    origin = next((f"\n{node_origin(user)}" for user in users), "")
+    return f'the mesh has an axis "ep", which divides experts, and {found}. {HOW}{origin}'
 
 
 def _divide(weight: Node, name: str, layers: Sequence[Layer], num_ranks: int) -> None:

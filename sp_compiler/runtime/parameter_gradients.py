@@ -79,6 +79,20 @@ def refuse_as_inputs(inputs: Sequence[Any]) -> None:
         )
 
 
+def refuse_batched(grads: Sequence[Tensor | None]) -> None:
+    """Raise an error if a backward is given many gradients in one, as a transform of torch does."""
+    # Two kinds of them: those of torch.vmap, and those of torch.autograd.
+    if torch._C._are_functorch_transforms_active() or any(
+        grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads
+    ):
+        raise UnsupportedError(
+            "the backward of a compiled model takes one gradient of each output, not a batch of "
+            "them (is_grads_batched=True, vectorize=True of torch.autograd.functional, or "
+            "torch.vmap around torch.autograd.grad); loop over the gradients, with "
+            "retain_graph=True, or use the original model for this"
+        )
+
+
 def parameter_edges(
     inputs: Sequence[Any], with_partial_gradient: Collection[int] = ()
 ) -> list[ParameterEdge]:

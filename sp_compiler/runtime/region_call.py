@@ -25,6 +25,7 @@ from sp_compiler.runtime.parameter_gradients import (
     local_tensor,
     opaque,
     parameter_edges,
+    refuse_batched,
 )
 
 
@@ -309,6 +310,7 @@ class RegionFunction(CompiledFunction):
         runner: RegionRunner = ctx.runner
         if all(grad is None for grad in grads):
             return (None, None, *[None] * len(ctx.needs_input_grad[2:]))
+        refuse_batched(grads)
         # Off already but for create_graph; to enter it takes longer than a small kernel.
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext(), with_captured_casts():
             results = runner.run_backward(_saved(ctx), grads, ctx.tangent_metas)

@@ -281,9 +281,19 @@ def test_rows_are_sent_around_what_reads_the_experts() -> None:
 @pytest.mark.parametrize(
     ("make", "num_ranks", "error", "reason"),
     [
-        (AllOfThem, 2, UnsupportedError, "module 'layers.0.experts' are computed in another way"),
-        (Dense, 2, UnsupportedError, "module 'layers.0.experts.up' are computed in another way"),
-        (PickedTogether, 2, UnsupportedError, r"in another way.*as w\[ids\] with ids of one dim"),
+        (
+            AllOfThem,
+            2,
+            UnsupportedError,
+            r"module 'layers.0.experts' are computed in another way.*ekn->etn\", x, self.up\)",
+        ),
+        (Dense, 2, UnsupportedError, "'layers.0.experts.up' are computed in another way"),
+        (
+            PickedTogether,
+            2,
+            UnsupportedError,
+            r"in another way.*as w\[ids\] with ids of one dim.*self.up\[chosen\]\)",
+        ),
         (Mixing, 2, UnsupportedError, "not known to compute each row from itself.*layers.0.exp"),
         (
             OfBatch,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -240,6 +241,27 @@ def test_transforms_are_refused() -> None:
     (grad,) = torch.autograd.grad(loss(x), x, create_graph=True)
     with pytest.raises(UnsupportedError, match="use the original model"):
         grad.sum().backward()
+
+
+def test_batches_of_gradients_are_refused() -> None:
+    """An operator without a rule for batches would raise torch's error, which names no reason."""
+    module, x = prepared(), batch().requires_grad_()
+    rows = module(x)["rows"]
+    every = torch.eye(rows.numel(), dtype=rows.dtype).view(-1, *rows.shape)
+
+    def grad(of_rows: Tensor) -> Tensor:
+        return torch.autograd.grad(rows, x, of_rows, retain_graph=True)[0]
+
+    jacobian = functools.partial(torch.autograd.functional.jacobian, lambda x: module(x)["rows"])
+    for call in (
+        lambda: torch.autograd.grad(rows, x, every, is_grads_batched=True, retain_graph=True),
+        lambda: torch.vmap(grad)(every),
+        lambda: jacobian(x, vectorize=True),
+    ):
+        with pytest.raises(UnsupportedError, match="loop over the gradients"):
+            call()
+    found = torch.stack([grad(one) for one in every])
+    torch.testing.assert_close(found, jacobian(x).view_as(found))
 
 
 class Masked(nn.Module):

@@ -52,7 +52,7 @@ def expert_parallel(captured: Captured, num_ranks: int) -> None:
     names = {node: ref.name for node, ref in sources if ref.kind == "param"}
     layers = layers_of(graph, names)
     if not layers:
-        raise UnsupportedError(_none_found(captured))
+        raise UnsupportedError(_none_found(captured, names))
     weights = dict.fromkeys(use.weight for layer in layers for use in layer.uses)
     for weight in weights:
         _divide(weight, names[weight], layers, num_ranks)
@@ -65,7 +65,7 @@ def expert_parallel(captured: Captured, num_ranks: int) -> None:
     graph.lint()
 
 
-def _none_found(captured: Captured) -> str:
+def _none_found(captured: Captured, names: dict[Node, str]) -> str:
     stacked = [name for name, (_, shape) in captured.parameters.items() if len(shape) == 3]
     named = [name for name in captured.parameters if "expert" in name]
     where = next(iter([*stacked, *named]), None)
@@ -74,8 +74,7 @@ def _none_found(captured: Captured) -> str:
         if where is None
         else f"the experts of module {where.rpartition('.')[0]!r} are computed in another way"
     )
-    sources = zip(captured.placeholders, captured.refs, strict=True)
-    users = (user for node, ref in sources if ref.name == where for user in node.users)
+    users = (user for node, name in names.items() if name == where for user in node.users)
     # The line of the model that would have to be another one.
     origin = next((f"\n{node_origin(user)}" for user in users), "")
     return f'the mesh has an axis "ep", which divides experts, and {found}. {HOW}{origin}'

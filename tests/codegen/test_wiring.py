@@ -14,7 +14,6 @@ from sp_compiler.compiler import build
 from sp_compiler.ir.program import Ref
 from sp_compiler.options import CompileOptions
 from sp_compiler.planning.planned_program import PlannedProgram
-from tests.helpers.slow import slow
 from tests.models import zoo
 
 
@@ -69,7 +68,8 @@ def test_layers_that_are_chained_alike_are_one_line() -> None:
     assert _lines(built.code) == GOLDEN
 
 
-@pytest.mark.parametrize("name", [slow("llama"), slow("t5")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "t5"])
 def test_values_of_the_comment_are_those_of_the_program(name: str) -> None:
     """Running the statements with places instead of tensors passes each call what it takes."""
     built = _built(zoo.build(name, layers=2), zoo.inputs(name))

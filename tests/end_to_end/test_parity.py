@@ -70,7 +70,7 @@ def _label(name: str, size: tuple[int, int], tp: int, recompute: str, sequence: 
 def _in_turn() -> dict[str, list[Setting]]:
     """One setting for each model, all of them over the zoo; more for the plain GPT.
 
-    None for T5, whose seven regions take longest: it is among the slow tests.
+    None for T5, whose seven regions take longest: it is in the test of everything.
     """
     chosen = {
         name: [_PAIRWISE[number % len(_PAIRWISE)]]
@@ -83,7 +83,7 @@ def _in_turn() -> dict[str, list[Setting]]:
 def _everything() -> dict[str, list[Setting]]:
     """All pairs of two values for one model; the others share them, two for each.
 
-    The fast tests have another for each of these models.
+    The test before has another for each of these models but T5.
     """
     return {
         name: _PAIRWISE if name in _EVERY_PAIR else _PAIRWISE[number % 6 :: 6]

@@ -25,7 +25,6 @@ from tests.helpers.async_products import let_all_pay
 from tests.helpers.graph_builder import GraphBuilder, convert, text
 from tests.helpers.one_operator import join, scatter
 from tests.helpers.parity import assert_parity, case
-from tests.helpers.slow import slow
 from tests.models import zoo
 
 aten = torch.ops.aten
@@ -302,7 +301,8 @@ def test_time_of_the_sum() -> None:
     assert elapsed_us(b.output(fused), WORLD, H100) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("name", [slow("gpt2"), slow("llama")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients in float64, with rows and a link for which every rewrite pays."""
     let_all_pay(monkeypatch)

@@ -34,7 +34,11 @@ def blocks(page: Path) -> list[Block]:
     return [Block(*parts) for parts in found]
 
 
+def own_python(page: Path) -> list[str]:
+    """The page's own Python, without files that it writes."""
+    return [b.text for b in blocks(page) if b.language == "python" and not b.action]
+
+
 def script(page: Path, preamble: str) -> str:
     """The page's own Python, one block after another."""
-    own = [b.text for b in blocks(page) if b.language == "python" and not b.action]
-    return "\n".join([preamble, *own])
+    return "\n".join([preamble, *own_python(page)])

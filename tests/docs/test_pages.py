@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import inspect
 import os
 import re
 import runpy
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,8 +21,8 @@ import sp_compiler
 from docs.generate.__main__ import PAGES
 from docs.generate.sources import PICTURES, source_text
 from sp_compiler.options import Options
-from tests.docs.code_blocks import ROOT, blocks, script
-from tests.helpers.ranks import run_on_ranks
+from tests.docs.code_blocks import ROOT, blocks, own_python
+from tests.helpers.rehearsal import run_rehearsed
 
 WRITTEN = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
@@ -149,35 +152,55 @@ def test_commands_of_make_exist() -> None:
     ids=["two-ranks", "four-ranks"],
 )
 def test_code_runs_on_ranks(pages: tuple[str, ...], num_ranks: int, tmp_path: Path) -> None:
-    run_on_ranks(num_ranks, _run, pages, tmp_path)
+    run_rehearsed(num_ranks, _run, pages, tmp_path, rehearsal=_compile)
+
+
+def _compile(pages: tuple[str, ...], folder: Path) -> None:
+    """Run each statement, on a rank that receives nothing from others, so that some fail."""
+    own = folder / "compile"  # where nothing is in the way of what the pages write
+    own.mkdir()
+    with _as_ranks(own):
+        for page in pages:
+            names: dict[str, Any] = {}
+            for statement in ast.parse("\n".join(_parts(page))).body:
+                with contextlib.suppress(Exception):
+                    exec(compile(ast.Module([statement], []), page, "exec"), names)
 
 
 def _run(pages: tuple[str, ...], folder: Path) -> None:
+    with _as_ranks(folder):
+        for page in pages:
+            program = folder / f"{dist.get_rank()}-{page.replace('/', '-')}.py"
+            program.write_text("\n".join(_parts(page)), encoding="utf-8")
+            runpy.run_path(str(program), run_name="__main__")
+
+
+@contextlib.contextmanager
+def _as_ranks(folder: Path) -> Iterator[None]:
     warnings.simplefilter("ignore")
     os.chdir(folder)
     with contextlib.ExitStack() as patches:
         # The runner has made the process group.
         patches.enter_context(mock.patch.object(dist, "init_process_group"))
-        if dist.get_rank():
-            # What needs no other process: the first rank shows that it runs.
+        if dist.get_rank() or dist.get_backend() == "fake":
+            # What needs no other process: the first rank shows that it runs, once.
             alone = dict.fromkeys(("plan", "verify", "suggest"), mock.DEFAULT)
             patches.enter_context(mock.patch.multiple(sp_compiler, **alone))
-        for page in pages:
-            program = folder / f"{dist.get_rank()}-{page.replace('/', '-')}.py"
-            layers = "2" if page in _OF_TWO_LAYERS else "1"
-            preamble = _ON_RANKS.replace("{layers}", layers)
-            program.write_text(preamble + _script(page), encoding="utf-8")
-            runpy.run_path(str(program), run_name="__main__")
+        yield
 
 
-def _script(page: str) -> str:
-    text = script(ROOT / page, "")
-    if page == "docs/pipeline.md":
-        # Its blocks are alternatives: each takes over a model, which only one pipeline can have.
-        again = "\nmodel = copy.deepcopy(original)\n"
-        again += "optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-4)\n"
-        text = again.join(b.text for b in blocks(ROOT / page) if b.language == "python")
-    for printed, run in _SMALLER.get(page, {}).items():
-        assert printed in text
-        text = text.replace(printed, run)
-    return text
+def _parts(page: str) -> Iterator[str]:
+    """A program in parts: what pages take for granted, then their blocks."""
+    yield _ON_RANKS.replace("{layers}", "2" if page in _OF_TWO_LAYERS else "1")
+    # Blocks are alternatives here: each takes over a model, which only one pipeline can have.
+    again = "model = copy.deepcopy(original)\n"
+    again += "optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-4)\n"
+    smaller = _SMALLER.get(page, {})
+    unseen = {*smaller}
+    for number, text in enumerate(own_python(ROOT / page)):
+        for printed, run in smaller.items():
+            if printed in text:
+                unseen.discard(printed)
+                text = text.replace(printed, run)
+        yield again + text if number and page == "docs/pipeline.md" else text
+    assert not unseen

@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from torch.distributed import checkpoint
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests.helpers.fake_group import fake_group
@@ -33,8 +34,8 @@ def run_rehearsed(
 ) -> list[Any]:
     """As ``run_on_ranks``, with programs that were compiled once for all ranks.
 
-    ``function`` must leave nothing behind that a second call would trip over, such as files, or
-    plans that torch's distributed checkpoints remember; else ``rehearsal(*args)`` compiles for it.
+    ``function`` must leave nothing behind that a second call would trip over, such as files; else
+    ``rehearsal(*args)`` compiles for it.
     """
     before = functools.partial(_rehearse, world_size, rehearsal or function, args)
     return run_on_copies(world_size, before, _perform, function, args)
@@ -48,6 +49,8 @@ def _rehearse(world_size: int, function: Callable[..., Any], args: tuple[Any, ..
         contextlib.suppress(Exception, pytest.fail.Exception),
         fake_group(world_size),
         mock.patch("torch.testing.assert_close"),
+        # torch would remember its plan for one rank.
+        mock.patch.multiple(checkpoint, save=mock.DEFAULT, load=mock.DEFAULT),
         shared_programs(),
     ):
         warnings.simplefilter("ignore")

@@ -14,11 +14,12 @@ from typing import Any
 
 import spmd_types as spmd
 import torch
+from spmd_types._checker import _shard_propagator
 from spmd_types._mesh_axis import MeshAxis, _make_axis_layout
 from spmd_types.checker import typecheck
 from spmd_types.types import DTensorPropagationError
 from torch import Tensor
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Node
 
 from sp_compiler.base.errors import PlacementError
@@ -42,6 +43,7 @@ from sp_compiler.rules.table import has_local_arguments
 
 aten = torch.ops.aten
 _ATTENTION = aten.scaled_dot_product_attention.default
+_MESH_NAMES = ("sp_compiler.check",)
 _CUTS = (aten.split_with_sizes.default, aten.slice.Tensor)
 
 
@@ -57,6 +59,20 @@ def check_forward(region: Region, world_size: int) -> CheckReport:
     if world_size == 1:  # all placements hold the same numbers
         return CheckReport()
     return _Checker(region, world_size).run()
+
+
+def _name_mesh_of_checker(world_size: int) -> None:
+    """Let ``spmd_types`` ask DTensor about a mesh that no user's mesh is equal to.
+
+    DTensor remembers what it answers by mesh, also for the next region and the next compilation,
+    and its own one, which has no process group, would be taken for a user's mesh without names.
+    """
+    meshes = _shard_propagator._meshes
+    if world_size not in meshes or meshes[world_size].mesh_dim_names != _MESH_NAMES:
+        ranks = torch.arange(world_size)
+        meshes[world_size] = DeviceMesh(
+            "cpu", ranks, mesh_dim_names=_MESH_NAMES, _init_backend=False, _rank=0
+        )
 
 
 class _Unreadable(Exception):
@@ -81,14 +97,11 @@ class _Checker:
             # Whether a gradient flows decides whether R and I have to be told apart.
             grad = bool(node.meta.get("requires_grad"))
             self.values[node] = self._new(node.meta["val"], placement, grad)
-        try:
-            with typecheck(local=False), spmd.set_current_mesh({"tp": self.axis}):
-                for node in self.region.module.graph.nodes:
-                    if node.op == "call_function":
-                        self._check(node)
-        finally:
-            # DTensor, asked on a mesh without a group, would remember it for a user's equal mesh.
-            _clear_sharding_prop_cache()
+        _name_mesh_of_checker(self.world_size)
+        with typecheck(local=False), spmd.set_current_mesh({"tp": self.axis}):
+            for node in self.region.module.graph.nodes:
+                if node.op == "call_function":
+                    self._check(node)
         for index, (node, placement) in enumerate(
             zip(self.region.outputs, self.region.output_placements, strict=True)
         ):

@@ -9,6 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.fx import Node
 
 from sp_compiler.base.errors import PlacementError
@@ -148,6 +150,21 @@ def test_forward_check_needs_no_process_group_and_minds_none() -> None:
         check_forward(region, WORLD)
         assert torch.distributed.group.WORLD is group
         assert torch.distributed.get_world_size() == 3
+
+
+def test_a_users_mesh_is_not_taken_for_the_checkers() -> None:
+    """What DTensor answered about a mesh without a group is not its answer about one with it."""
+    region = BLOCKS["mlp"](True)
+    check_forward(region, WORLD)
+    nodes = region.module.graph.nodes
+    (activation,) = (node for node in nodes if node.target is aten.gelu.default)
+    (operand,) = activation.all_input_nodes
+    value = operand.meta["val"]  # a part of the last dim
+    local = torch.empty(value.shape, dtype=value.dtype, device="meta")
+    with fake_group(WORLD):
+        mesh = init_device_mesh("cpu", (WORLD,))
+        x = DTensor.from_local(local, mesh, [Shard(local.ndim - 1)])
+        assert torch.nn.functional.gelu(x).device_mesh is mesh
 
 
 # Real models.

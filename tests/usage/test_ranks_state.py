@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import sp_compiler
 from sp_compiler import UnsupportedError
-from tests.helpers.ranks import run_on_ranks
+from tests.helpers.rehearsal import run_rehearsed
 from tests.helpers.two_ranks import (
     assert_same_gradients,
     compiled,
@@ -198,7 +198,7 @@ def _all() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    return run_on_ranks(2, _all)
+    return run_rehearsed(2, _all)
 
 
 @pytest.mark.parametrize("name", [check.__name__ for check in CHECKS])

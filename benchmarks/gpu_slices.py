@@ -32,6 +32,7 @@ from tests.helpers.fake_group import fake_group
 
 RANKS = 8
 DROPOUT = 0.1
+DROPOUTS = (0.0, DROPOUT)
 RECOMPUTES = ("none", "selective")
 PRODUCT_INDUCTOR = f"{PRODUCT}, inductor"
 PRODUCT_GRAPHS = f"{PRODUCT}, cuda_graphs"
@@ -80,7 +81,7 @@ def slices(device: str, *, small: bool, rounds: int) -> Iterator[SliceRow]:
     with fake_group(RANKS), _in_bits_of(device):
         for label, config, batch in _layers(small=small):
             ids = contenders.random_ids(config, batch, config.num_positions).to(device)
-            for dropout in (0.0, DROPOUT):
+            for dropout in DROPOUTS:
                 sized = replace(config, dropout=dropout, attention_dropout=dropout)
                 yield from _timed(f"{label}, dropout={dropout}", _gpt_steps(sized, ids), rounds)
         yield from _timed("Llama-3-70B", _llama_steps(device, small=small), rounds)

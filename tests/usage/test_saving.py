@@ -20,7 +20,8 @@ from torch.distributed.tensor.debug import visualize_sharding
 
 import sp_compiler
 from sp_compiler import UnsupportedError
-from tests.helpers.ranks import run_on_copies, run_on_ranks
+from tests.helpers.ranks import run_on_copies
+from tests.helpers.rehearsal import run_rehearsed
 from tests.helpers.shared_programs import compile_for_ranks, shared_programs
 from tests.helpers.users import net, prepared
 from tests.models import architectures, zoo
@@ -230,7 +231,7 @@ def test_tensors_of_grouped_queries_are_true(world_size: int) -> None:
 
 @pytest.mark.slow
 def test_files_of_two_ranks(tmp_path: Path) -> None:
-    assert all(run_on_ranks(2, _files, str(tmp_path)))
+    assert all(run_rehearsed(2, _files, str(tmp_path)))
 
 
 @pytest.mark.slow

@@ -60,12 +60,13 @@ def layers_of(graph: Graph, names: dict[Node, str]) -> list[Layer]:
             if use is not None:
                 ends = arguments(node)["offs"]
                 layers.setdefault(ends, Layer(ends)).uses.append(use)
-        elif is_call(node, _aten.index.Tensor) and _picks_rows(node):
+        elif picked_rows(node) is not None:
             use = _use(node, node.args[0], names)
             if use is not None:
                 picks.append(use)
     for use in picks:
-        ids = use.node.args[1][0]
+        ids = picked_rows(use.node)
+        assert ids is not None
         of_products = [
             layer
             for ends, layer in layers.items()
@@ -100,15 +101,17 @@ def _keeps_first_dim(node: Node) -> bool:
     return is_call(node, _aten._to_copy.default)
 
 
-def _picks_rows(node: Node) -> bool:
-    """Whether it is ``w[ids]``, with computed ``ids`` of one dim."""
-    indices = node.args[1]
-    return (
-        len(indices) == 1
-        and isinstance(indices[0], Node)
-        and indices[0].op == "call_function"
-        and len(shape_of(indices[0])) == 1
-    )
+def picked_rows(node: Node) -> Node | None:
+    """Return the computed ``ids``, of one dim, of ``x[ids]`` or ``x.index_select(0, ids)``."""
+    if is_call(node, _aten.index.Tensor):
+        ids, is_of_rows = node.args[1][0], len(node.args[1]) == 1
+    elif is_call(node, _aten.index_select.default):
+        _, dim, ids = node.args
+        is_of_rows = dim in (0, -len(shape_of(node)))
+    else:
+        return None
+    is_computed = is_of_rows and isinstance(ids, Node) and ids.op == "call_function"
+    return ids if is_computed and len(shape_of(ids)) == 1 else None
 
 
 def _counts(ends: Node, ids: Node) -> bool:
@@ -136,12 +139,10 @@ def sort_of(ids: Node) -> Node | None:
     """Return the sort, from the smallest, in whose order its keys ``ids`` are, if there is one."""
     if is_getitem(ids):
         return ids.args[0] if ids.args[1] == 0 and _sorts(ids.args[0]) else None
-    if not is_call(ids, _aten.index.Tensor) or len(ids.args[1]) != 1:
-        return None
-    taken, (order,) = ids.args
-    if is_getitem(order):
+    order: Any = picked_rows(ids)
+    if order is not None and is_getitem(order):
         order = order.args[0] if order.args[1] == 1 else None
-    return order if _sorts(order) and taken is order.args[0] else None
+    return order if _sorts(order) and ids.args[0] is order.args[0] else None
 
 
 def _sorts(node: Any) -> bool:

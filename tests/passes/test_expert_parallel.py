@@ -90,6 +90,16 @@ class Normed(Picked):
         return (y * weights.flatten()[:, None]).view(*chosen.shape, -1).sum(1)
 
 
+class Selected(Picked):
+    """Picks by ``index_select``."""
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        ids, rows = chosen.flatten(), x.repeat_interleave(2, 0)
+        y = F.gelu(torch.bmm(rows.unsqueeze(1), self.up.index_select(0, ids)))
+        y = torch.bmm(y, torch.index_select(self.down, -3, ids)).squeeze(1)
+        return (y * weights.flatten()[:, None]).view(*chosen.shape, -1).sum(1)
+
+
 class OfBatch(Picked):
     """Between the products, a row is scaled by all of its batch."""
 
@@ -153,8 +163,9 @@ def _worst(found: dict[str, Tensor], true: dict[str, Tensor]) -> float:
         (Picked, 4),
         (Unusual, 2),
         (Normed, 2),
+        (Selected, 2),
     ],
-    ids=["grouped", "biases", "picked", "picked-4", "unusual", "normed"],
+    ids=["grouped", "biases", "picked", "picked-4", "unusual", "normed", "selected"],
 )
 @pytest.mark.usefixtures("undefined_rest")
 def test_gradients_are_those_of_one_device(make: Callable[[], nn.Module], num_ranks: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -45,6 +45,14 @@ _PINNED = {
     "cpp.enable_floating_point_contract_flag": "off -fwrapv -DSP_COMPILER_MENDS=2",
 }
 
+_NORMS = (
+    _aten.native_layer_norm.default,
+    _aten.native_group_norm.default,
+    _aten.native_batch_norm.default,
+    _aten._native_batch_norm_legit_functional.default,
+    _aten._native_batch_norm_legit.no_stats,
+)
+
 
 @dataclass(frozen=True)
 class Traced:
@@ -55,8 +63,8 @@ class Traced:
         mode: the fake tensor mode of the trace.
         fakes: fake value of each placeholder.
         places: positions of the arguments that are tensors or open sizes; the others are constants.
-        arranges: for each of them a function that gives a tensor the memory layout of the trace;
-            ``None`` if none is needed.
+        arranges: for each of them a function that gives a tensor the dtype and the memory layout of
+            the trace; ``None`` if none is needed.
         takes_rank: whether the first placeholder is the rank.
         several: whether the function returns a tuple.
     """
@@ -87,7 +95,6 @@ def trace(
     """
     # The decomposition of a maximum pool reads ``torch._inductor.lowering`` without importing it.
     import torch._inductor.lowering
-    from torch._inductor.decomposition import select_decomp_table
 
     places = [i for i, value in enumerate(arguments) if isinstance(value, Tensor | torch.SymInt)]
     several = False
@@ -113,7 +120,7 @@ def trace(
 
     def traced(function: Callable[..., Any], *values: Any) -> GraphModule:
         functional = torch.func.functionalize(function)
-        return make_fx(functional, decomposition_table=select_decomp_table())(*values)
+        return make_fx(functional, decomposition_table=_decompositions())(*values)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
@@ -133,6 +140,32 @@ def trace(
     module.recompile()
     arranges = [_arrangement(arguments[place]) for place in places]
     return Traced(module, mode, values, places, arranges, takes_rank, several)
+
+
+@functools.cache
+def _decompositions() -> Mapping[Any, Callable[..., Any]]:
+    from torch._inductor.decomposition import select_decomp_table
+
+    table = select_decomp_table()
+    return {**table, **{each: _with_kept_statistics(table[each]) for each in _NORMS}}
+
+
+def _with_kept_statistics(norm: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the norm with statistics of the dtype that the CPU's kernel gives them.
+
+    Torch's rounds them to 16 bits if the input has so many, also where weights of 32 bits, as under
+    autocast, let the kernel keep 32; which the kernel of the gradient then insists on.
+    """
+
+    @functools.wraps(norm)
+    def decomposed(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        is_mixed = any(isinstance(y, Tensor) and y.dtype is torch.float32 for y in args)
+        if x.device.type != "cpu" or x.dtype.itemsize > 2 or not is_mixed:
+            return tuple(norm(x, *args))
+        result, *statistics = norm(x.float(), *args)
+        return result.to(x.dtype), *statistics
+
+    return decomposed
 
 
 def _each_its_own(values: Sequence[Any]) -> list[Any]:
@@ -215,13 +248,18 @@ def _written_values_awaited() -> Iterator[None]:
 
 
 def _arrangement(fake: Any) -> Callable[[Tensor], Tensor] | None:
-    """Return what puts the dims of a tensor in ``fake``'s order in memory, by a copy if need be."""
+    """Return what puts the dims of a tensor in ``fake``'s order in memory, by a copy if need be.
+
+    It also has ``fake``'s dtype then: a function that runs as written may return other ones than
+    its fake kernels say, and kernels would take the memory for what they were compiled for.
+    """
     if not isinstance(fake, Tensor):
         return None
+    dtype = fake.dtype
     if fake.is_contiguous():
-        return Tensor.contiguous
+        return lambda x: x.to(dtype).contiguous()
     order = sorted(range(fake.dim()), key=lambda dim: -example_number(fake.stride(dim)))
     if not fake.permute(order).is_contiguous():
         return None  # a part of a larger tensor, which the function itself has made
     back = [order.index(dim) for dim in range(fake.dim())]
-    return lambda x: x.permute(order).contiguous().permute(back)
+    return lambda x: x.to(dtype).permute(order).contiguous().permute(back)

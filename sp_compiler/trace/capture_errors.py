@@ -71,12 +71,21 @@ def _explained(error: Exception, text: str) -> tuple[str, str]:
             "a traced tensor has no numbers for NumPy; compute with torch's functions in forward"
         )
     if "fake tensor in the exported program" in text:
-        text = "a value got past the tracer, which x.data does, and a gradient taken in forward"
-        advice = "read x.detach() instead; writes into x.data, and gradients, belong outside of it"
+        text = (
+            "a value got past the tracer, which x.data does, a gradient taken in forward, and "
+            "out_dims of torch.vmap"
+        )
+        advice = (
+            "read x.detach() instead; writes into x.data, and gradients, belong outside of it; "
+            "move the dim of a result of torch.vmap by movedim"
+        )
     # torch internals: aot_export_joint_simple and its like, of arguments with one base.
     if "expected compiled_fn to be GraphModule" in text:
         text = "forward writes into a tensor that shares its memory with another that it is given"
-        advice = "pass a copy (clone()) of one of them, or make the one of the other in forward"
+        advice = (
+            "pass a copy (clone()) of one of them, or make the one of the other in forward; for an "
+            "embedding with max_norm, which writes into its weight, rescale that outside of forward"
+        )
     if named := _HIGHER_ORDER.search(str(error)):
         text = f"{named[1] or named[2]} calls functions that no sharding rule sees into"
         advice = (

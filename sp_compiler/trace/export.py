@@ -312,8 +312,9 @@ def _mutated_last(
             names.append(canonical[str(spec.target)])
         else:
             raise UnsupportedError(
-                f"the forward writes into {spec.target!r} ({spec.kind.name.lower()}); only buffers "
-                "may be written: write into a copy instead"
+                f"the forward writes into {spec.target!r} ({spec.kind.name.lower()}), as max_norm "
+                "of an embedding does; only buffers may be written: write into a copy instead\n"
+                + node_origin(value)
             )
     output.args = ((*results, *written),)
     return names

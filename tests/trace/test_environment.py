@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.utils._traceback import CapturedTraceback
 
-from sp_compiler.base.errors import CaptureError, UnsupportedError
+from sp_compiler.base.errors import CaptureError, SPCompilerError, UnsupportedError
 from sp_compiler.trace.capture_errors import users_frames
 from sp_compiler.trace.environment import without_cache
 from sp_compiler.trace.export import capture
@@ -187,6 +187,39 @@ def test_a_derivative_in_forward_is_refused_with_its_line(
     # Torch's own error of jvp would leave this refused.
     assert torch.randn(2).requires_grad_().requires_grad
     assert torch.equal(torch.func.grad(_square)(torch.ones(2)), 2 * torch.ones(2))
+
+
+class _Rescaled(nn.Module):
+    """An embedding that writes into its weight, which the head may read, too."""
+
+    def __init__(self, is_tied: bool) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(5, 4, max_norm=1.0), nn.Linear(4, 5)
+        if is_tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        result: Tensor = self.head(self.table(ids))
+        return result
+
+
+@pytest.mark.parametrize(
+    ("is_tied", "said"),
+    [(False, r"(?s)max_norm of an embedding.*module: table"), (True, "embedding with max_norm")],
+)
+def test_an_embedding_that_rescales_its_rows_is_refused_by_name(is_tied: bool, said: str) -> None:
+    with pytest.raises(SPCompilerError, match=said):
+        capture(_Rescaled(is_tied), (torch.arange(4),))
+
+
+def test_a_dim_that_vmap_puts_elsewhere_is_refused_by_name() -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = torch.vmap(lambda row: row @ x, out_dims=1)(x)
+            return result
+
+    with pytest.raises(CaptureError, match=r"out_dims of torch\.vmap.*\n.* by movedim"):
+        capture(Model(), (torch.randn(3, 3),))
 
 
 def test_frames_of_tracebacks_are_made_once() -> None:

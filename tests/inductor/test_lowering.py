@@ -1,0 +1,93 @@
+"""What is traced has the dtypes that eager code has, and what is compiled reads no others."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sp_compiler.inductor.fused import Fused
+from sp_compiler.inductor.lowering import _arrangement
+from tests.helpers import parity
+from tests.helpers.inductor import fused, own_cache
+
+aten = torch.ops.aten
+_X = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(0)) * 2 + 30
+
+_WEIGHTS = torch.arange(8.0) + 1, torch.ones(8)
+
+NORMS: dict[str, Any] = {
+    "layer": lambda x, w: aten.native_layer_norm.default(x.mT.contiguous(), [8], *w, 1e-5),
+    "group": lambda x, w: aten.native_group_norm.default(x, *w, 2, 8, 4, 2, 1e-5),
+    "batch": lambda x, w: aten._native_batch_norm_legit.no_stats(x, *w, True, 0.1, 1e-5),
+    "buffers": lambda x, w: aten._native_batch_norm_legit_functional.default(
+        x, *w, x.new_zeros(8).float(), x.new_ones(8).float(), True, 0.1, 1e-5
+    ),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_statistics_of_norms_are_those_of_the_kernel(norm: str) -> None:
+    """Of an input in bfloat16 and weights in float32, as under autocast."""
+    arguments = (_X.bfloat16(), *_WEIGHTS)
+    traced = fused(lambda tp, x, *w: tuple(NORMS[norm](x, w)), arguments)._traced
+    assert traced is not None
+    result, *statistics = traced.module(*arguments)
+    expected, *exact = NORMS[norm](arguments[0], _WEIGHTS)
+    torch.testing.assert_close(result, expected, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(statistics, exact, rtol=1e-6, atol=0)
+    assert [each.dtype for each in traced.results] == [expected.dtype, *(x.dtype for x in exact)]
+
+
+def test_inputs_get_the_dtype_that_was_compiled_for() -> None:
+    for traced in (torch.empty(4, 3).bfloat16(), torch.empty(3, 4).bfloat16().t()):
+        arrange = _arrangement(traced)
+        assert arrange is not None
+        assert arrange(torch.ones(4, 3)).dtype is torch.bfloat16
+
+
+class _Mixed(nn.Module):
+    """A norm with float32 weights of what a product under autocast returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            hidden = F.gelu(self.norm(self.up(x)))
+        return hidden.float().square().mean()
+
+
+@pytest.fixture
+def _cache(tmp_path: Path) -> Iterator[None]:
+    with own_cache(tmp_path):
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.usefixtures("_cache")
+@pytest.mark.parametrize("as_written", ["", "forward", "backward"])
+def test_statistics_pass_between_kernels_and_text(as_written: str) -> None:
+    """Where the compiler fails for one of them, what it hands over is what the other reads."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, 8)
+    found = parity.make_case(_Mixed(), {"x": x}, lift_casts=False)
+    program = parity.compiled(found, tp=1, recompute="none", backend="inductor")
+    changed = []
+    for code in program.codes.values():
+        for name, value in vars(code).items():
+            function = getattr(value, "__func__", None)
+            if isinstance(function, Fused) and as_written and name.startswith(as_written):
+                function.run_as_written("the compiler was killed")
+                changed.append(name)
+    assert bool(changed) is bool(as_written)
+    step = parity.simulate(found, program)
+    assert parity.gradient_error(step.grads, found.grads) < 0.03

@@ -158,11 +158,12 @@ def _with_kept_statistics(norm: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(norm)
-    def decomposed(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
-        is_mixed = any(isinstance(y, Tensor) and y.dtype is torch.float32 for y in args)
+    def decomposed(x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        others = (*args, *kwargs.values())
+        is_mixed = any(isinstance(y, Tensor) and y.dtype is torch.float32 for y in others)
         if x.device.type != "cpu" or x.dtype.itemsize > 2 or not is_mixed:
-            return tuple(norm(x, *args))
-        result, *statistics = norm(x.float(), *args)
+            return tuple(norm(x, *args, **kwargs))
+        result, *statistics = norm(x.float(), *args, **kwargs)
         return result.to(x.dtype), *statistics
 
     return decomposed

@@ -6,7 +6,9 @@ and the placements in which values read outside exist. Equal rows, and rows that
 at no higher cost, are dropped. A transformer layer passes on one or two values, so tables stay
 small, and the last one has a single row. T5's 257 vertices on 8 ranks take 0.2 s of CPU, where the
 linear program of :mod:`sp_compiler.solve.placement_milp` takes 10 s for the same objective
-(``python -m benchmarks.solver_ways placement``).
+(``python -m benchmarks.solver_ways placement``). If the cost of some choice is known, tables that
+would get too wide are narrowed: rows are dropped that cost more than it, together with the cheapest
+rows of all other tables.
 """
 
 from __future__ import annotations
@@ -102,12 +104,25 @@ class Elimination:
     """Solves one problem; see the module's docstring.
 
     Args:
-        vertices: every value is made by exactly one vertex, which does not read it itself.
+        vertices: every value is made by exactly one vertex, which does not read it itself. No cost
+            is negative.
         conversion_cost: see :data:`sp_compiler.solve.placement_problem.ConversionCost`.
+        max_rows: how many of the cheapest rows of a table are kept: what is found is a choice, not
+            always the best one.
+        most_us: what some choice is known to cost, in us.
     """
 
-    def __init__(self, vertices: Sequence[Vertex], conversion_cost: ConversionCost) -> None:
+    def __init__(
+        self,
+        vertices: Sequence[Vertex],
+        conversion_cost: ConversionCost,
+        *,
+        max_rows: int | None = None,
+        most_us: float = math.inf,
+    ) -> None:
         self._conversion_cost = conversion_cost
+        self._max_rows = max_rows
+        self._most_us = most_us * (1 + 1e-9)  # sums in another order differ by their rounding
         self._placements: list[Placement] = []
         self._numbers: dict[Placement, int] = {}
         self._costs: dict[tuple[ValueName, int, int], float] = {}
@@ -151,6 +166,11 @@ class Elimination:
             else:
                 choices[table.vertex] = int(table.origin[row, 0])
         return choices
+
+    @property
+    def cost_us(self) -> float:
+        """Of the cheapest rows of all tables: the objective after :meth:`run`, less before."""
+        return sum(float(table.costs.min()) for table in self._tables.values())
 
     def _leaf(self, number: int, vertex: Vertex) -> _Table:
         """Table of one vertex: a row per distinct outside view of its options."""
@@ -242,7 +262,7 @@ class Elimination:
             self._readers[value] -= {first, second}
         table = self._pairs(a, b, needs, makes)
         _require_rows(table)
-        self._tables[first] = self._without_replaceable(table)
+        self._tables[first] = self._within_limits(self._without_replaceable(table))
         self._maker.update(dict.fromkeys(makes, first))
         for value in needs:
             self._readers[value].add(first)
@@ -319,6 +339,15 @@ class Elimination:
                 surplus_us -= np.array(extra_us)[column.codes[rows]]
             rows = rows[surplus_us < 0]
         return table.at(np.array([*kept, *rows], np.int64))
+
+    def _within_limits(self, table: _Table) -> _Table:
+        if self._max_rows is not None:
+            cheapest = table.costs.argsort(kind="stable")[: self._max_rows]
+            return table.at(np.sort(cheapest))
+        if self._most_us < math.inf:
+            # Conversions between tables that are left only add to this.
+            return table.at(np.flatnonzero(table.costs + self.cost_us <= self._most_us))
+        return table
 
     def _extra_us(self, value: ValueName, old: State, new: State, seen: int) -> float:
         """Return the largest extra cost, in us, of conversions of ``value`` if it is made as

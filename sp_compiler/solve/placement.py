@@ -8,7 +8,8 @@ There are two exact methods; elimination is tried first. On 94 problems (the tes
 -m benchmarks.solver_ways``) both find the same objective and the same options; elimination takes 9
 s of CPU for all of them, the linear program 42 s, more than a tenth of the compilation for a third
 of them and 10.5 s instead of 0.2 s for T5 on 8 ranks. Elimination alone is not enough: if many
-values are live at once, as in the scan of a Mamba layer, its tables grow without bound.
+values are live at once, as in a scan, its tables get too wide. Then it runs again with a bound, the
+cost of a choice that is found among the cheapest rows alone, and mostly gets through.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ from sp_compiler.solve.elimination import Elimination
 from sp_compiler.solve.placement_milp import solve_integer_program
 from sp_compiler.solve.placement_problem import ConversionCost, NoChoiceError, Vertex, conversions
 
+_ROUGHLY = 100
+"""Rows of each table among which a choice is looked for that bounds the best one."""
+
 
 @dataclass(frozen=True)
 class Solution:
     """Index of the chosen option of each vertex, and the objective in us.
 
     ``gap``: bound on how much costlier it is than the optimum, relative; 0 if it is optimal.
-    ``is_eliminated``: whether elimination found it, which takes a fraction of a second.
+    ``is_eliminated``: whether elimination found it at once, which takes a fraction of a second.
     """
 
     choices: list[int]
@@ -47,17 +51,31 @@ def solve(vertices: list[Vertex], conversion_cost: ConversionCost) -> Solution:
         SPCompilerError: no choice satisfies every need.
     """
     try:
-        choices, gap = None, 0.0
+        choices, gap, is_eliminated = None, 0.0, False
         # Elimination joins a value's maker with its readers, which must be other vertices.
         if not any(set(vertex.needs) & set(vertex.makes) for vertex in vertices):
             choices = Elimination(vertices, conversion_cost).run()
-        is_eliminated = choices is not None
+            is_eliminated = choices is not None
+            if choices is None:
+                choices = _eliminated_within_a_bound(vertices, conversion_cost)
         if choices is None:
             choices, gap = solve_integer_program(vertices, conversion_cost)
     except NoChoiceError as error:
         raise SPCompilerError(f"no placement satisfies every operator: {error}") from error
     cost_us = cost_of(vertices, choices, conversion_cost)
     return Solution(choices, cost_us, gap, is_eliminated)
+
+
+def _eliminated_within_a_bound(
+    vertices: list[Vertex], conversion_cost: ConversionCost
+) -> list[int] | None:
+    rough = Elimination(vertices, conversion_cost, max_rows=_ROUGHLY)
+    try:
+        if rough.run() is None:
+            return None
+    except NoChoiceError:  # among so few rows
+        return None
+    return Elimination(vertices, conversion_cost, most_us=rough.cost_us).run()
 
 
 def cost_of(vertices: list[Vertex], choices: list[int], conversion_cost: ConversionCost) -> float:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sp_compiler.base.errors import SPCompilerError
 from sp_compiler.base.placement import I, P, Placement, R, S
-from sp_compiler.solve import elimination, placement_milp
+from sp_compiler.solve import elimination, placement, placement_milp
 from sp_compiler.solve.elimination import Elimination
 from sp_compiler.solve.placement import cost_of, solve
 from sp_compiler.solve.placement_milp import solve_integer_program
@@ -99,7 +99,9 @@ def test_objective_equals_brute_force(problem: tuple[list[Vertex], Costs]) -> No
     assert choices is not None
     program, gap = solve_integer_program(vertices, conversion_cost)
     assert gap == 0
-    for found in (choices, program):
+    bounded = Elimination(vertices, conversion_cost, most_us=expected + 1e-3).run()
+    assert bounded is not None
+    for found in (choices, program, bounded):
         assert cost_of(vertices, found, conversion_cost) == pytest.approx(expected, abs=1e-3)
     assert solve(vertices, conversion_cost).cost_us == pytest.approx(expected, abs=1e-3)
 
@@ -128,6 +130,37 @@ def test_tables_that_grow_too_wide_are_left_to_the_integer_program(
     monkeypatch.setattr(elimination, "MAX_PAIRS", 20)
     assert Elimination(vertices, lambda *key: costs[key]).run() is None
     assert solve(vertices, lambda *key: costs[key]).cost_us == pytest.approx(expected, abs=1e-3)
+
+
+def test_a_rough_choice_bounds_the_best_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    vertices, costs = _wide(7)
+
+    def conversion_cost(*key: Any) -> float:
+        return costs[key]
+
+    expected, _ = solve_integer_program(vertices, conversion_cost)
+    monkeypatch.setattr(elimination, "MAX_PAIRS", 100_000)
+    monkeypatch.setattr(placement, "solve_integer_program", None)
+    assert Elimination(vertices, conversion_cost).run() is None
+    found = solve(vertices, conversion_cost)
+    assert found.choices == expected
+    assert not found.is_eliminated
+
+
+def _wide(length: int) -> tuple[list[Vertex], Costs]:
+    """Each vertex reads all that were made before."""
+    rng = random.Random(length)
+    vertices, costs = [], {}
+    for n in range(length):
+        needs = tuple(f"v{m}" for m in range(n))
+        options = [
+            Option(tuple(rng.choices(PLACEMENTS, k=n)), (p,), rng.uniform(0, 12))
+            for p in PLACEMENTS * 6
+        ]
+        vertices.append(Vertex(needs, (f"v{n}",), options))
+        for a, b in itertools.permutations(PLACEMENTS, 2):
+            costs[f"v{n}", a, b] = rng.uniform(1, 9)
+    return vertices, costs
 
 
 def test_a_vertex_may_read_what_it_makes() -> None:

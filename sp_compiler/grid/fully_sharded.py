@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 from sp_compiler.runtime.mesh_axes import EXPERT_AXIS
@@ -94,6 +95,20 @@ class FullySharded:
             gathered = getattr(record, "_unsharded_param", None)
             if id(record.sharded_param) in parameters or id(gathered) in parameters:
                 _drop(record)
+
+    def free_gathered(self) -> None:
+        """Put the sharded parameters back into modules whose last call left gathered ones.
+
+        FSDP keeps those of the root from a forward to its backward, or for the next forward. Nobody
+        who asks for parameters can use them: an optimizer's steps and writes would be lost with the
+        gathered copy. A backward that comes yet gathers them again. Within a call or a backward
+        nothing is done.
+        """
+        if not self._states:
+            return
+        for group in param_groups(self._tree.values()):
+            if group.is_unsharded and group._training_state == TrainingState.IDLE:
+                group.reshard()
 
     def _find(self) -> dict[str, Any]:
         modules = self._tree.values()

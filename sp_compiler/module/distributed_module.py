@@ -169,10 +169,19 @@ class DistributedModule(Inspection, Weights):
                 make_room(parameter, placement, self._sp_state.group.world_size)
         return self
 
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Like that of any module; those that FSDP2 manages as shards, also behind a forward."""
+        # Not there yet while the model's own __init__ runs, nor in a module that is being copied.
+        state = vars(self).get("_sp_state")
+        if state is not None:
+            state.fsdp.free_gathered()
+        return super().named_parameters(*args, **kwargs)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Like that of any module; also drops gradients that :meth:`no_sync` left unreduced."""
         self._sp_state.deferred.pending.clear()
         self._sp_state.fsdp.drop_unreduced()
+        self._sp_state.fsdp.free_gathered()
         if set_to_none:
             # Without the walk through the tree, which takes as long as a small layer, and without a
             # search of each DTensor for __torch_function__.

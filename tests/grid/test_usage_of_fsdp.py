@@ -62,6 +62,30 @@ def gradients_add_up_over_backwards() -> None:
     _assert_gradients(module, model)
 
 
+def an_optimizer_made_behind_a_forward_trains_all_parameters() -> None:
+    """FSDP leaves those of the root gathered, of which a step would be lost."""
+    module, model = _compiled(), net()
+    with torch.no_grad():
+        module(_own(_mesh(), batch()))
+        for either in (module, model):  # as an average of weights is put in
+            for parameter in either.parameters():
+                parameter.mul_(0.9)
+    loss = module(_own(_mesh(), batch()))["loss"]  # made between forward and backward
+    optimizers = [torch.optim.SGD(either.parameters(), lr=0.1) for either in (module, model)]
+    loss.backward()
+    model(batch())["loss"].backward()
+    _assert_gradients(module, model)
+    for optimizer in optimizers:
+        optimizer.step()
+    with torch.no_grad():  # as evaluation between a step and the next one's zero_grad
+        module(_own(_mesh(), batch()))
+    module.zero_grad()
+    assert all(p.grad is None for p in optimizers[0].param_groups[0]["params"])
+    true = model.state_dict()
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(whole(value), true[name], rtol=1e-9, atol=1e-12)
+
+
 def what_it_marks_modules_with_compiles_nothing_anew() -> None:
     with mock.patch("sp_compiler.api.build", wraps=build) as compiles:
         module = _compiled()
@@ -252,6 +276,7 @@ def a_block_whose_parameters_others_use() -> None:
 
 _CHECKS = [
     gradients_add_up_over_backwards,
+    an_optimizer_made_behind_a_forward_trains_all_parameters,
     what_it_marks_modules_with_compiles_nothing_anew,
     the_switch_is_fsdps_own_too,
     hooks_see_full_gradients,

@@ -97,18 +97,27 @@ class FullySharded:
                 _drop(record)
 
     def free_gathered(self) -> None:
-        """Put the sharded parameters back into modules whose last call left gathered ones.
+        """Put the shards back into modules whose last call left gathered parameters.
 
-        FSDP keeps those of the root from a forward to its backward, or for the next forward. Nobody
-        who asks for parameters can use them: an optimizer's steps and writes would be lost with the
-        gathered copy. A backward that comes yet gathers them again. Within a call or a backward
-        nothing is done.
+        FSDP keeps those of the root from a forward to its backward, or for the next forward. Behind
+        a forward that no backward follows, whoever writes into parameters, as to swap averaged
+        weights in and out, would write into copies that are thrown away. On all ranks of the data
+        axes alike: those that keep them do not take part in the next gather.
         """
-        if not self._states:
-            return
-        for group in param_groups(self._tree.values()):
+        for group in param_groups(self._tree.values()) if self._states else ():
             if group.is_unsharded and group._training_state == TrainingState.IDLE:
                 group.reshard()
+
+    def shards(self) -> dict[int, nn.Parameter]:
+        """Return the shards of parameters that are gathered now, by ``id`` of the gathered one."""
+        if not self._states:
+            return {}
+        return {
+            id(record._unsharded_param): record.sharded_param
+            for group in param_groups(self._tree.values())
+            if group.is_unsharded
+            for record in group.fsdp_params
+        }
 
     def _find(self) -> dict[str, Any]:
         modules = self._tree.values()

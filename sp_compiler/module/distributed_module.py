@@ -133,7 +133,10 @@ class DistributedModule(Inspection, Weights):
         with group.reporting(over_data=over_data):
             # Before FSDP's hooks, and where all ranks can go on.
             self._sp_state.fsdp.end_failed_backward()
-            return super().__call__(*args, **kwargs)
+            result = super().__call__(*args, **kwargs)
+            if not torch.is_grad_enabled():  # no backward follows
+                self._sp_state.fsdp.free_gathered()
+            return result
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's output, on every rank.
@@ -170,19 +173,21 @@ class DistributedModule(Inspection, Weights):
         return self
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Like that of any module; those that FSDP2 manages as shards, also behind a forward."""
+        """Like that of any module, but shards where FSDP2 has gathered them for a call: an
+        optimizer of gathered ones, which are copies, would train nothing."""
         # Not there yet while the model's own __init__ runs, nor in a module that is being copied.
         state = vars(self).get("_sp_state")
-        if state is not None:
-            state.fsdp.free_gathered()
-        return super().named_parameters(*args, **kwargs)
+        shards = {} if state is None else state.fsdp.shards()
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            yield name, shards.get(id(parameter), parameter)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Like that of any module; also drops gradients that :meth:`no_sync` left unreduced."""
         self._sp_state.deferred.pending.clear()
         self._sp_state.fsdp.drop_unreduced()
-        self._sp_state.fsdp.free_gathered()
         if set_to_none:
+            for shard in self._sp_state.fsdp.shards().values():
+                shard.grad = None
             # Without the walk through the tree, which takes as long as a small layer, and without a
             # search of each DTensor for __torch_function__.
             with torch._C.DisableTorchFunctionSubclass():

@@ -103,6 +103,22 @@ class DelayedRunner(RegionRunner):
     weights: WeightGradients = field(kw_only=True)
     targets: tuple[WeightTarget, ...] = field(kw_only=True)
 
+    def record(self, inputs: Sequence[Any], owners: Sequence[Tensor]) -> tuple[Any, ...]:
+        """As of the base class, without an edge to parameters whose gradients come later: along it
+        their hooks would run once more, without a gradient."""
+        inputs = list(inputs)
+        for target in self.targets:
+            inputs[target.index] = local_tensor(inputs[target.index]).detach()
+        if self.targets:
+            # There has to be a backward where no activation has a gradient too: in a first layer.
+            anchor = inputs[self.targets[0].index].new_empty(0, requires_grad=True)
+            inputs.append(anchor)
+        return super().record(inputs, owners)
+
+    def forward(self, operands: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """As of the base class."""
+        return super().forward(operands[:-1] if self.targets else operands)
+
     def run_backward(
         self, saved: Sequence[Any], grads: Sequence[Tensor | None], metas: Sequence[Any]
     ) -> list[Tensor | None]:
@@ -125,7 +141,8 @@ class DelayedRunner(RegionRunner):
             return gradients
 
         self.weights.put(compute, self.targets)
-        return [None if index in unreached else grad for index, grad in enumerate(results)]
+        gradients = [None if index in unreached else grad for index, grad in enumerate(results)]
+        return [*gradients, None] if self.targets else gradients  # None: of the anchor
 
 
 def can_work_for_others(managed: Collection[str]) -> bool:

@@ -93,11 +93,18 @@ def _named_once(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _check_layers(layers: int, num_stages: int) -> None:
-    if layers < num_stages:
-        raise ArgumentError(
-            f"the model has {layers} layers, too few for {num_stages} pipeline stages: use fewer "
-            "ranks on the axis 'pp', or fewer stages_per_rank"
+    if layers >= num_stages:
+        return
+    if layers:
+        advice = "use fewer ranks on the axis 'pp', or fewer stages_per_rank"
+    else:
+        advice = (
+            "stages begin at modules with numbers for names, those of an nn.ModuleList or an "
+            "nn.Sequential; give such a module no other name that comes first"
         )
+    raise ArgumentError(
+        f"the model has {layers} layers, too few for {num_stages} pipeline stages: {advice}"
+    )
 
 
 class NoCutError(ArgumentError):

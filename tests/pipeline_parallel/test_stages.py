@@ -243,6 +243,15 @@ def test_counting_layers_leaves_a_block_of_several_names_as_it_was() -> None:
         check_layers(model, (torch.randn(2, 4),), {}, 4)
 
 
+def test_blocks_whose_first_name_is_another_are_no_layers() -> None:
+    model = _Shared()
+    blocks = model.blocks
+    del model.blocks
+    model.block, model.blocks = blocks[0], blocks
+    with pytest.raises(ArgumentError, match=r"0 layers.* give such a module no other name"):
+        check_layers(model, (torch.randn(2, 4),), {}, 2)
+
+
 def test_too_many_stages_are_refused_before_the_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sp_compiler.compiler.capture", lambda *_, **__: pytest.fail("captured"))
     model, inputs = zoo.build("plain", layers=2), ((), zoo.inputs("plain"))

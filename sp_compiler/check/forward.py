@@ -69,7 +69,7 @@ def _name_mesh_of_checker(world_size: int) -> None:
     """
     meshes = _shard_propagator._meshes
     if world_size not in meshes or meshes[world_size].mesh_dim_names != _MESH_NAMES:
-        ranks = torch.arange(world_size)
+        ranks = torch.arange(world_size, device="cpu")
         meshes[world_size] = DeviceMesh(
             "cpu", ranks, mesh_dim_names=_MESH_NAMES, _init_backend=False, _rank=0
         )

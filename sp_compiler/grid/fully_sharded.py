@@ -101,23 +101,30 @@ class FullySharded:
 
         FSDP keeps those of the root from a forward to its backward, or for the next forward. Behind
         a forward that no backward follows, whoever writes into parameters, as to swap averaged
-        weights in and out, would write into copies that are thrown away. On all ranks of the data
-        axes alike: those that keep them do not take part in the next gather.
+        weights in and out, would write into copies that are thrown away, or into shards that the
+        next forward does not read. On all ranks of the data axes alike: those that keep gathered
+        parameters do not take part in the next gather.
         """
-        for group in param_groups(self._tree.values()) if self._states else ():
-            if group.is_unsharded and group._training_state == TrainingState.IDLE:
+        if not self._states or torch._C._current_graph_task_id() != -1:  # a checkpoint's forward
+            return
+        for group in self._off_shards():
+            # Where a user has them kept behind backward, for microbatches, they stay.
+            if group._training_state == TrainingState.IDLE and group.reshard_after_backward:
                 group.reshard()
 
     def shards(self) -> dict[int, nn.Parameter]:
-        """Return the shards of parameters that are gathered now, by ``id`` of the gathered one."""
-        if not self._states:
-            return {}
-        return {
-            id(record._unsharded_param): record.sharded_param
-            for group in param_groups(self._tree.values())
-            if group.is_unsharded
-            for record in group.fsdp_params
-        }
+        """Return the shards of parameters that are gathered now, in whole or in part, by ``id`` of
+        what is in the module instead."""
+        shards = {}
+        for group in self._off_shards() if self._states else ():
+            for record in group.fsdp_params:
+                for name in ("_unsharded_param", "_sharded_post_forward_param"):
+                    shards[id(getattr(record, name, None))] = record.sharded_param
+        shards.pop(id(None), None)
+        return shards
+
+    def _off_shards(self) -> Iterator[Any]:
+        return (group for group in param_groups(self._tree.values()) if not group.is_sharded)
 
     def _find(self) -> dict[str, Any]:
         modules = self._tree.values()

@@ -142,12 +142,12 @@ def trace(
     return Traced(module, mode, values, places, arranges, takes_rank, several)
 
 
-@functools.cache
 def _decompositions() -> Mapping[Any, Callable[..., Any]]:
     from torch._inductor.decomposition import select_decomp_table
 
     table = select_decomp_table()
-    return {**table, **{each: _with_kept_statistics(table[each]) for each in _NORMS}}
+    norms = {each: _with_kept_statistics(table[each]) for each in _NORMS if each in table}
+    return {**table, **norms}
 
 
 def _with_kept_statistics(norm: Callable[..., Any]) -> Callable[..., Any]:
@@ -258,7 +258,8 @@ def _arrangement(fake: Any) -> Callable[[Tensor], Tensor] | None:
         return None
     dtype = fake.dtype
     if fake.is_contiguous():
-        return lambda x: x.to(dtype).contiguous()
+        # A call that does nothing takes as long as one that does.
+        return lambda x: (x if x.dtype is dtype else x.to(dtype)).contiguous()
     order = sorted(range(fake.dim()), key=lambda dim: -example_number(fake.stride(dim)))
     if not fake.permute(order).is_contiguous():
         return None  # a part of a larger tensor, which the function itself has made

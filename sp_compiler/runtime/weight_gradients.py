@@ -49,6 +49,9 @@ class WeightTarget:
     is_partial: bool
 
 
+_Compute = Callable[[], Sequence[Tensor | None]]
+
+
 class WeightGradients:
     """Functions that compute weight gradients, in the order in which backward added them.
 
@@ -59,33 +62,38 @@ class WeightGradients:
 
     def __init__(self, deferred: DeferredGradients | None) -> None:
         self._deferred = deferred
-        self._waiting: list[Callable[[], None]] = []
+        self._waiting: list[tuple[_Compute, Sequence[WeightTarget]]] = []
 
-    def put(
-        self, compute: Callable[[], Sequence[Tensor | None]], targets: Sequence[WeightTarget]
-    ) -> None:
+    def put(self, compute: _Compute, targets: Sequence[WeightTarget]) -> None:
         """Add ``compute``, which returns one gradient per input of a region, to run later."""
-
-        def run() -> None:
-            with torch.no_grad():
-                grads = compute()
-            # Gradients of fused linears are parts of one storage, and what is in ``grad`` is
-            # changed in place.
-            owners = Counter(_storage(grad) for grad in grads if grad is not None)
-            for target in targets:
-                grad = grads[target.index]
-                if grad is not None and target.parameter.requires_grad:
-                    self._add(target, grad.clone() if owners[_storage(grad)] > 1 else grad)
-
-        self._waiting.append(run)
+        self._waiting.append((compute, targets))
 
     def take(self) -> Callable[[], None]:
-        """Return a function that computes all weight gradients added since the last call."""
+        """Return a function that computes all weight gradients added since the last call.
+
+        What several calls add to one parameter, a tied one, is its gradient as a sum: hooks of the
+        parameter see that, as in a backward of autograd.
+        """
         waiting, self._waiting = self._waiting, []
+        uses = Counter(id(target.parameter) for _, targets in waiting for target in targets)
+        sums: dict[int, Tensor] = {}
 
         def run() -> None:
             while waiting:
-                waiting.pop(0)()  # what it holds is free as soon as it has run
+                compute, targets = waiting.pop(0)  # what it holds is free as soon as it has run
+                with torch.no_grad():
+                    grads = compute()
+                # Gradients of fused linears are parts of one storage, and what is in ``grad`` is
+                # changed in place.
+                owners = Counter(_storage(grad) for grad in grads if grad is not None)
+                for target in targets:
+                    key, grad = id(target.parameter), grads[target.index]
+                    uses[key] -= 1
+                    if grad is not None and target.parameter.requires_grad:
+                        own = grad.clone() if owners[_storage(grad)] > 1 else grad
+                        sums[key] = sums[key] + own if key in sums else own
+                    if not uses[key] and key in sums:
+                        self._add(target, sums.pop(key))
 
         return run
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from typing import Any
@@ -65,11 +66,13 @@ def gradients_add_up_over_backwards() -> None:
 def an_optimizer_made_behind_a_forward_trains_all_parameters() -> None:
     """FSDP leaves those of the root gathered, of which a step would be lost."""
     module, model = _compiled(), net()
-    with torch.no_grad():
-        module(_own(_mesh(), batch()))
-        for either in (module, model):  # as an average of weights is put in
-            for parameter in either.parameters():
-                parameter.mul_(0.9)
+    for context in (torch.no_grad(), contextlib.nullcontext()):
+        with context:
+            module(_own(_mesh(), batch()))
+        with torch.no_grad():
+            for either in (module, model):  # as an average of weights is put in
+                for parameter in either.parameters():
+                    parameter.mul_(0.9)
     loss = module(_own(_mesh(), batch()))["loss"]  # made between forward and backward
     optimizers = [torch.optim.SGD(either.parameters(), lr=0.1) for either in (module, model)]
     with torch.no_grad():  # what backward reads is gathered again
@@ -86,6 +89,9 @@ def an_optimizer_made_behind_a_forward_trains_all_parameters() -> None:
     true = model.state_dict()
     for name, value in module.state_dict().items():
         torch.testing.assert_close(whole(value), true[name], rtol=1e-9, atol=1e-12)
+    assert module(_own(_mesh(), batch()))["loss"].requires_grad
+    module.requires_grad_(False)
+    assert not module(_own(_mesh(), batch()))["loss"].requires_grad
 
 
 def what_it_marks_modules_with_compiles_nothing_anew() -> None:

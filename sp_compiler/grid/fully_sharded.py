@@ -105,7 +105,7 @@ class FullySharded:
         next forward does not read. On all ranks of the data axes alike: those that keep gathered
         parameters do not take part in the next gather.
         """
-        if not self._states or torch._C._current_graph_task_id() != -1:  # a checkpoint's forward
+        if torch._C._current_graph_task_id() != -1:  # a checkpoint's second forward
             return
         for group in self._off_shards():
             # Where a user has them kept behind backward, for microbatches, they stay.
@@ -115,16 +115,18 @@ class FullySharded:
     def shards(self) -> dict[int, nn.Parameter]:
         """Return the shards of parameters that are gathered now, in whole or in part, by ``id`` of
         what is in the module instead."""
-        shards = {}
-        for group in self._off_shards() if self._states else ():
-            for record in group.fsdp_params:
-                for name in ("_unsharded_param", "_sharded_post_forward_param"):
-                    shards[id(getattr(record, name, None))] = record.sharded_param
-        shards.pop(id(None), None)
-        return shards
+        return {
+            id(parameter): record.sharded_param
+            for group in self._off_shards()
+            for record in group.fsdp_params
+            for name in ("_unsharded_param", "_sharded_post_forward_param")
+            if (parameter := getattr(record, name, None)) is not None
+        }
 
     def _off_shards(self) -> Iterator[Any]:
-        return (group for group in param_groups(self._tree.values()) if not group.is_sharded)
+        # Without the walk through the tree, as for drop_unreduced().
+        groups = param_groups(self._tree.values()) if self._states else ()
+        return (group for group in groups if not group.is_sharded)
 
     def _find(self) -> dict[str, Any]:
         modules = self._tree.values()

@@ -341,9 +341,9 @@ class Elimination:
         return table.at(np.array([*kept, *rows], np.int64))
 
     def _within_limits(self, table: _Table) -> _Table:
+        """Drop rows behind the limits; ``table``: the cheapest row first."""
         if self._max_rows is not None:
-            cheapest = table.costs.argsort(kind="stable")[: self._max_rows]
-            return table.at(np.sort(cheapest))
+            return table.at(np.arange(len(table.costs))[: self._max_rows])
         if self._most_us < math.inf:
             # Conversions between tables that are left only add to this.
             return table.at(np.flatnonzero(table.costs + self.cost_us <= self._most_us))

@@ -73,7 +73,7 @@ def test_a_device_has_the_numbers_and_masks_of_the_cpu() -> None:
 @pytest.mark.slow
 def test_every_contender_of_a_slice_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_slices, "RECOMPUTES", ("none",))
-    monkeypatch.setattr(gpu_slices, "DROPOUTS", (0.1,))
+    monkeypatch.setattr(gpu_slices, "DROPOUTS", (gpu_slices.DROPOUT,))
     # The small ones of two papers' models differ in the batch alone.
     first, _ = gpu_slices._layers(small=True)
     monkeypatch.setattr(gpu_slices, "_layers", lambda small: iter([first]))

@@ -48,6 +48,11 @@ class WeightTarget:
     parameter: Tensor
     is_partial: bool
 
+    @property
+    def key(self) -> tuple[int, bool]:
+        """Equal for gradients that may be added up before they are accumulated."""
+        return id(self.parameter), self.is_partial
+
 
 _Compute = Callable[[], Sequence[Tensor | None]]
 
@@ -72,11 +77,12 @@ class WeightGradients:
         """Return a function that computes all weight gradients added since the last call.
 
         What several calls add to one parameter, a tied one, is its gradient as a sum: hooks of the
-        parameter see that, as in a backward of autograd.
+        parameter see that, as in a backward of autograd. What is partial is summed by itself: it
+        still has to be reduced.
         """
         waiting, self._waiting = self._waiting, []
-        uses = Counter(id(target.parameter) for _, targets in waiting for target in targets)
-        sums: dict[int, Tensor] = {}
+        uses = Counter(target.key for _, targets in waiting for target in targets)
+        sums: dict[tuple[int, bool], Tensor] = {}
 
         def run() -> None:
             while waiting:
@@ -87,7 +93,7 @@ class WeightGradients:
                 # changed in place.
                 owners = Counter(_storage(grad) for grad in grads if grad is not None)
                 for target in targets:
-                    key, grad = id(target.parameter), grads[target.index]
+                    key, grad = target.key, grads[target.index]
                     uses[key] -= 1
                     if grad is not None and target.parameter.requires_grad:
                         own = grad.clone() if owners[_storage(grad)] > 1 else grad

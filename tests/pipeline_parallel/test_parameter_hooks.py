@@ -1,4 +1,4 @@
-"""Hooks of parameters run as in eager code, also where weight gradients come later."""
+"""Hooks and gradients of parameters, also of tied ones, are eager code's where they come later."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import sp_compiler
+from tests.helpers import grids
 from tests.helpers.fake_group import fake_group
+from tests.helpers.rehearsal import run_rehearsed
 from tests.models import zoo
 
 _MICROBATCHES = 2
@@ -64,3 +66,58 @@ def _hooked(parameters: Mapping[str, Tensor]) -> dict[str, int]:
 
         parameter.register_post_accumulate_grad_hook(count)
     return calls
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, hidden: Tensor, norm: nn.Module) -> Tensor:
+        return hidden + self.down(self.up(norm(hidden)).relu())
+
+
+class _OneNorm(nn.Module):
+    """One norm for all tokens, of which each rank has a part, and for what is pooled, which each
+    rank has whole: the gradient has a part that is still to be summed over ranks, and one that is
+    not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(32, 16), nn.LayerNorm(16)
+        self.layers = nn.ModuleList(_Block() for _ in range(2))
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.embedding(ids)
+        for layer in self.layers:
+            hidden = layer(hidden, self.norm)
+        logits = self.head(self.norm(hidden[:, 0]))
+        return nn.functional.cross_entropy(logits, labels)
+
+
+def _gradients() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Those of a pipeline of one stage, and those of eager code, of one step."""
+    torch.manual_seed(0)
+    model = _OneNorm().double()
+    eager = copy.deepcopy(model)
+    ids, labels = torch.randint(32, (4, 8)), torch.randint(5, (4,))
+    pipeline = sp_compiler.pipeline(
+        model,
+        mesh=grids.mesh(pp=1, tp=2),
+        example_inputs=((ids, labels), {}),
+        microbatches=_MICROBATCHES,
+        schedule="zero_bubble",
+    )
+    pipeline.step(ids, labels)
+    eager(ids, labels).backward()  # microbatches are equally long
+    return tuple(  # type: ignore[return-value]
+        {name: grids.whole(value.grad) for name, value in module.named_parameters()}
+        for module in (pipeline, eager)
+    )
+
+
+@pytest.mark.slow
+def test_gradients_of_a_tied_parameter_are_added_up_by_what_is_still_to_be_reduced() -> None:
+    for delayed, true in run_rehearsed(2, _gradients):
+        torch.testing.assert_close(delayed, true)

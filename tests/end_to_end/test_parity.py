@@ -235,9 +235,13 @@ def test_against_eager_in_float64(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", _ARCHITECTURES[1::2])
-def test_against_eager_in_float32(name: str) -> None:
+def test_float32(name: str) -> None:
+    """As near to the same parameters in float64 as the model itself, whose rounding differs from
+    one kind of CPU to the next."""
     actual, eager = _against_eager(name, torch.float32, tp=4, recompute="full")
-    assert _error(actual, eager, 1e-2) < 1e-5
+    model = _model(name, torch.float32).double()
+    true = _eager(model, _inputs(name, torch.float64))
+    assert _error(actual, true, 1e-2) < 2 * _error(eager, true, 1e-2)
 
 
 @pytest.mark.slow

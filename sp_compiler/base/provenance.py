@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 _INDEXED = re.compile(r"(^|\.)\d+$")
+# Behind the key of a call in ``nn_module_stack``, which nodes that replace others inherit.
+_REPEATED = "@layer"
 # A frame of a stack trace: where, and the code there, if it is known. Not those in graphs of
 # Dynamo's: by their own name, for what a user types into IPython is in no file either.
 _FRAME = re.compile(r'File "(?!<eval_with_key>).*(?:\n(?! *File ").*)?')
@@ -16,7 +20,8 @@ _FRAME = re.compile(r'File "(?!<eval_with_key>).*(?:\n(?! *File ").*)?')
 
 @dataclass(frozen=True)
 class Layer:
-    """One use of a layer: the outermost module in an indexed container (a path ending in ``.N``).
+    """One use of a layer: the outermost module in an indexed container (a path ending in ``.N``),
+    or, outside of those, one that the model calls several times.
 
     Attributes:
         key: distinguishes repeated calls of one module.
@@ -41,17 +46,52 @@ def is_layer(path: str) -> bool:
 def layer_of(node: Node) -> Layer:
     """Return the layer that ``node`` was captured in, or :data:`OUTSIDE`."""
     # Outermost first: a layer may hold indexed modules of its own, such as experts.
-    for key, (path, module_class) in (node.meta.get("nn_module_stack") or {}).items():
-        # "@1" marks the second call of a module that is called twice.
-        path = path.split("@")[0]
-        # torch.export writes the class as text, Dynamo as the class itself.
-        name = module_class if isinstance(module_class, str) else module_class.__name__
-        name = name.rsplit(".", 1)[-1]
+    for key, path, name in _stack(node):
         if name == "ParametrizationList":  # indexed, but its modules compute a weight
             return OUTSIDE
-        if _INDEXED.search(path):
-            return Layer(str(key), path, name)
+        if _INDEXED.search(path) or key.endswith(_REPEATED):
+            return Layer(key, path, name)
     return OUTSIDE
+
+
+def mark_repeated_modules(graph: Graph) -> None:
+    """Let :func:`layer_of` take for layers the modules of a captured ``graph`` that are called
+    several times, such as the one block of a model that loops over it.
+
+    Not those that call no other modules (an activation, a norm), nor those that have layers inside,
+    indexed modules that call others.
+    """
+    calls: dict[str, set[str]] = defaultdict(set)
+    calling: set[str] = set()
+    around_layers = {""}
+    for node in graph.nodes:
+        stack = [(key, path) for key, path, _ in _stack(node)]
+        paths = [path for _, path in stack]
+        calling.update(paths[:-1])
+        layer = next((depth for depth, path in enumerate(paths) if _INDEXED.search(path)), None)
+        if layer is not None and layer < len(paths) - 1:
+            around_layers.update(paths[:layer])
+        for key, path in stack[:layer]:
+            calls[path].add(key)
+    repeated = {path for path, keys in calls.items() if len(keys) > 1} & calling - around_layers
+    for node in graph.nodes:
+        if not repeated.isdisjoint(path for _, path, _ in _stack(node)):
+            node.meta["nn_module_stack"] = {
+                f"{key.removesuffix(_REPEATED)}{_REPEATED}" if path in repeated else key: entry
+                for (key, path, _), entry in zip(
+                    _stack(node), node.meta["nn_module_stack"].values(), strict=True
+                )
+            }
+
+
+def _stack(node: Node) -> Iterator[tuple[str, str, str]]:
+    """Yield key, path and class of the module calls that ``node`` was captured in, outermost
+    first."""
+    for key, (path, module_class) in (node.meta.get("nn_module_stack") or {}).items():
+        # torch.export writes the class as text, Dynamo as the class itself.
+        name = module_class if isinstance(module_class, str) else module_class.__name__
+        # "@1" marks the second call of a module that is called twice.
+        yield str(key), path.split("@")[0], name.rsplit(".", 1)[-1]
 
 
 def node_origin(node: Node) -> str:

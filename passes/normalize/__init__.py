@@ -25,7 +25,7 @@ import torch
 from torch.fx import Graph, Node
 
 from sp_compiler.base.pass_report import Pass
-from sp_compiler.base.provenance import layer_of, mark_repeated_modules
+from sp_compiler.base.provenance import layer_of, mark_unlisted_layers
 from sp_compiler.ir.captured import Captured
 from sp_compiler.ir.fx import arguments, calls, is_call, shape_of
 from sp_compiler.ir.rewriting import (
@@ -84,7 +84,7 @@ def normalize(captured: Captured, dropout: Literal["regenerate", "stored"] = "re
         UnsupportedError: random numbers that cannot be drawn by the counter-based generator.
     """
     graph = captured.module.graph
-    mark_repeated_modules(graph)  # steps below work inside of layers
+    mark_unlisted_layers(graph)  # steps below work inside of layers
     # Assertions of the dtypes at the capture: they read values, and would keep dead ones alive.
     for node in calls(graph, _aten._assert_tensor_metadata.default):
         graph.erase_node(node)

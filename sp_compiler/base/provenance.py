@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
 _INDEXED = re.compile(r"(^|\.)\d+$")
 # Behind the key of a call in ``nn_module_stack``, which nodes that replace others inherit.
-_REPEATED = "@layer"
+_UNLISTED = "@layer"
+
+Stack = Sequence[tuple[str, str, str]]
+"""Key, path and class of module calls, each inside the one before; no two calls have one key."""
 # A frame of a stack trace: where, and the code there, if it is known. Not those in graphs of
 # Dynamo's: by their own name, for what a user types into IPython is in no file either.
 _FRAME = re.compile(r'File "(?!<eval_with_key>).*(?:\n(?! *File ").*)?')
@@ -21,7 +24,7 @@ _FRAME = re.compile(r'File "(?!<eval_with_key>).*(?:\n(?! *File ").*)?')
 @dataclass(frozen=True)
 class Layer:
     """One use of a layer: the outermost module in an indexed container (a path ending in ``.N``),
-    or, outside of those, one that the model calls several times.
+    or, outside of those, one that :func:`unlisted_layers` has found.
 
     Attributes:
         key: distinguishes repeated calls of one module.
@@ -49,49 +52,66 @@ def layer_of(node: Node) -> Layer:
     for key, path, name in _stack(node):
         if name == "ParametrizationList":  # indexed, but its modules compute a weight
             return OUTSIDE
-        if _INDEXED.search(path) or key.endswith(_REPEATED):
+        if _INDEXED.search(path) or key.endswith(_UNLISTED):
             return Layer(key, path, name)
     return OUTSIDE
 
 
-def mark_repeated_modules(graph: Graph) -> None:
-    """Let :func:`layer_of` take for layers the modules of a captured ``graph`` that are called
-    several times, such as the one block of a model that loops over it.
+def unlisted_layers(stacks: Iterable[Stack]) -> set[str]:
+    """Return paths of the modules that are in no list and are layers because they occur several
+    times: one that the model loops over, or modules of one class side by side.
 
     Not those that call no other modules (an activation, a norm), nor those that have layers inside,
     indexed modules that call others.
     """
-    calls: dict[str, set[str]] = defaultdict(set)
+    calls: dict[tuple[str, str], set[str]] = defaultdict(set)  # by parent and class
+    kinds: dict[str, tuple[str, str]] = {}
     calling: set[str] = set()
     around_layers = {""}
-    for node in graph.nodes:
-        stack = [(key, path) for key, path, _ in _stack(node)]
-        paths = [path for _, path in stack]
+    for stack in stacks:
+        paths = [path for _, path, _ in stack]
         calling.update(paths[:-1])
         layer = next((depth for depth, path in enumerate(paths) if _INDEXED.search(path)), None)
         if layer is not None and layer < len(paths) - 1:
             around_layers.update(paths[:layer])
-        for key, path in stack[:layer]:
-            calls[path].add(key)
-    repeated = {path for path, keys in calls.items() if len(keys) > 1} & calling - around_layers
-    for node in graph.nodes:
-        if not repeated.isdisjoint(path for _, path, _ in _stack(node)):
+        for key, path, name in stack[:layer]:
+            kinds[path] = path.rpartition(".")[0], name
+            calls[kinds[path]].add(key)
+    callers = kinds.keys() & calling - around_layers
+    return {path for path in callers if len(calls[kinds[path]]) > 1}
+
+
+def count_layers(stacks: Sequence[Stack]) -> int:
+    """Return how many calls of layers there are."""
+    unlisted = unlisted_layers(stacks)
+    calls = (
+        next((key for key, path, _ in stack if _INDEXED.search(path) or path in unlisted), None)
+        for stack in stacks
+    )
+    return len({key for key in calls if key is not None})
+
+
+def mark_unlisted_layers(graph: Graph) -> None:
+    """Let :func:`layer_of` take the :func:`unlisted_layers` of a captured ``graph`` for layers."""
+    stacks = {node: _stack(node) for node in graph.nodes}
+    layers = unlisted_layers(stacks.values())
+    for node, stack in stacks.items():
+        if not layers.isdisjoint(path for _, path, _ in stack):
+            entries = node.meta["nn_module_stack"].values()
             node.meta["nn_module_stack"] = {
-                f"{key.removesuffix(_REPEATED)}{_REPEATED}" if path in repeated else key: entry
-                for (key, path, _), entry in zip(
-                    _stack(node), node.meta["nn_module_stack"].values(), strict=True
-                )
+                f"{key.removesuffix(_UNLISTED)}{_UNLISTED}" if path in layers else key: entry
+                for (key, path, _), entry in zip(stack, entries, strict=True)
             }
 
 
-def _stack(node: Node) -> Iterator[tuple[str, str, str]]:
-    """Yield key, path and class of the module calls that ``node`` was captured in, outermost
-    first."""
+def _stack(node: Node) -> Stack:
+    stack = []
     for key, (path, module_class) in (node.meta.get("nn_module_stack") or {}).items():
         # torch.export writes the class as text, Dynamo as the class itself.
         name = module_class if isinstance(module_class, str) else module_class.__name__
         # "@1" marks the second call of a module that is called twice.
-        yield str(key), path.split("@")[0], name.rsplit(".", 1)[-1]
+        stack.append((str(key), path.split("@")[0], name.rsplit(".", 1)[-1]))
+    return stack
 
 
 def node_origin(node: Node) -> str:

@@ -18,7 +18,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from sp_compiler.base.errors import ArgumentError
-from sp_compiler.base.provenance import is_layer
+from sp_compiler.base.provenance import Stack, count_layers, is_layer
 from sp_compiler.base.units import bytes_text
 from sp_compiler.cost.model_state import ADAMW_MOMENTS
 from sp_compiler.pipeline_parallel.microbatch_recompute import Places
@@ -55,8 +55,8 @@ def check_layers(
     Raises:
         ArgumentError: fewer layers than stages.
     """
-    layers = [module for path, module in model.named_modules() if is_layer(path)]
-    if num_stages == 1 or len(layers) >= num_stages:
+    paths = {module: path for path, module in model.named_modules()}
+    if num_stages == 1 or sum(map(is_layer, paths.values())) >= num_stages:
         return
     mode = FakeTensorMode()
 
@@ -66,21 +66,30 @@ def check_layers(
 
     tensors = {name: fake(value) for name, value in _named_once(model)}
     inputs = pytree.tree_map_only(Tensor, fake, (tuple(args), {**kwargs}))
-    uses: list[nn.Module] = []
+    running: list[tuple[str, str, str]] = []
+    stacks: list[Stack] = []
+
+    def enter(module: nn.Module, _: Any) -> None:
+        running.append((str(len(stacks)), paths[module], type(module).__name__))
+        stacks.append(tuple(running))
+
+    def leave(*_: Any) -> None:
+        running.pop()
+
     try:
         # As in a capture: the model's attributes are restored, its own hooks are set aside.
         with ExitStack() as stack:
             for context in (mode, export_context(model), watched_state(model), torch.no_grad()):
                 stack.enter_context(context)
-            for layer in layers:
-                hook = layer.register_forward_pre_hook(lambda module, _: uses.append(module))
-                stack.callback(hook.remove)
+            for module in paths:
+                stack.callback(module.register_forward_pre_hook(enter).remove)
+                stack.callback(module.register_forward_hook(leave).remove)
             # Told to tie weights, it would replace those of a module with two names twice, and
             # in the end put back what it had put there first.
             functional_call(model, tensors, *inputs, tie_weights=False)
     except Exception:  # of the model's own code
         return
-    _check_layers(len(uses), num_stages)
+    _check_layers(count_layers(stacks), num_stages)
 
 
 def _named_once(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -99,8 +108,8 @@ def _check_layers(layers: int, num_stages: int) -> None:
         advice = "use fewer ranks on the axis 'pp', or fewer stages_per_rank"
     else:
         advice = (
-            "stages begin at modules with numbers for names, those of an nn.ModuleList or an "
-            "nn.Sequential; give such a module no other name that comes first"
+            "stages begin at layers, those of an nn.ModuleList or an nn.Sequential, or modules of "
+            "one class side by side; give such a module no other name that comes first"
         )
     raise ArgumentError(
         f"the model has {layers} layers, too few for {num_stages} pipeline stages: {advice}"

@@ -1,5 +1,5 @@
-"""Modules in no list that a model calls again and again are layers; those that should not be, near
-misses, are not."""
+"""Modules in no list that occur several times, in a loop or side by side, are layers; near misses
+are not."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import sp_compiler
+from sp_compiler.base.errors import ArgumentError
+from sp_compiler.pipeline_parallel.cutting import check_layers
 from tests.helpers import parity
 from tests.passes.test_outline import outlined
 
@@ -49,6 +51,24 @@ class _Stack(nn.Module):
         return result
 
 
+class _Named(nn.Module):
+    """Modules one behind the other, each with a name of its own."""
+
+    def __init__(self, **modules: nn.Module) -> None:
+        super().__init__()
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self.children():
+            x = module(x)
+        return x
+
+
+def _line() -> nn.Module:
+    return _Named(only=nn.Linear(_SIZE, _SIZE))
+
+
 class _Model(nn.Module):
     """``inner`` between two linear maps, called ``times`` times."""
 
@@ -78,26 +98,74 @@ class _Model(nn.Module):
             2,
             ["", "inner.layers.0", "inner.layers.1", "", "inner.layers.0", "inner.layers.1", ""],
         ),
+        (
+            lambda: _Named(first=_Block(), second=_Block()),
+            1,
+            ["", "inner.first", "inner.second", ""],
+        ),
+        # The outermost that occurs several times.
+        (lambda: _Named(first=_Block(), second=_Block()), 2, ["", "inner", "inner", ""]),
+        # Side by side, but each of its own class: one list of linear maps behind another.
+        (
+            lambda: _Named(first=_Block(), second=_line()),
+            1,
+            ["", "inner.first.mlp.0", "inner.first.mlp.1", "inner.first.mlp.2", ""],
+        ),
+        (lambda: _Named(first=nn.Linear(_SIZE, _SIZE), second=nn.Linear(_SIZE, _SIZE)), 1, [""]),
     ],
-    ids=["block", "in a list", "once", "calls no module", "has layers"],
+    ids=[
+        *("block", "in a list", "once", "calls no module", "has layers"),
+        *("side by side", "side by side, in a loop", "of two classes", "calling no modules"),
+    ],
 )
 def test_what_is_a_layer(inner: Callable[[], nn.Module], times: int, calls: list[str]) -> None:
     _, program = outlined(_Model(inner(), times), torch.randn(2, 3, 4))
     assert [call.path for call in program.calls] == calls
-    assert len({call.region.name for call in program.calls if call.path == "inner"}) <= 1
 
 
-def test_a_looped_block_is_compiled_and_recomputed_as_one_in_a_list() -> None:
-    def model(inner: nn.Module) -> nn.Module:
-        torch.manual_seed(0)
-        return _Model(inner, 4)
-
+@pytest.mark.parametrize(
+    ("alone", "listed", "times"),
+    [
+        (_Block, lambda: nn.Sequential(_Block()), 4),
+        (
+            lambda: _Named(**{name: _Block() for name in "abcd"}),
+            lambda: nn.Sequential(*(_Block() for _ in range(4))),
+            1,
+        ),
+    ],
+    ids=["in a loop", "side by side"],
+)
+def test_they_are_compiled_and_recomputed_as_in_a_list(
+    alone: Callable[[], nn.Module], listed: Callable[[], nn.Module], times: int
+) -> None:
     plans = [
-        sp_compiler.plan(model(inner), ((torch.randn(2, 64, 4),), {}), tp=2, recompute="full")
-        for inner in (_Block(), nn.Sequential(_Block()))
+        sp_compiler.plan(
+            _Model(inner(), times), ((torch.randn(2, 64, 4),), {}), tp=2, recompute="full"
+        )
+        for inner in (alone, listed)
     ]
-    looped, listed = ((each.activation_bytes, each.activation_peak_bytes) for each in plans)
-    assert looped == listed
+    first, second = (
+        ([block.num_calls for block in each.blocks], each.activation_peak_bytes) for each in plans
+    )
+    assert first == second
+    assert first[0] == [1, 4, 1]
+
+
+@pytest.mark.parametrize(
+    ("model", "num_layers"),
+    [
+        (_Model(_line(), 3), 3),
+        (_Model(_Named(first=_line(), second=_line()), 1), 2),
+        (_Model(_Norm(), 3), 0),
+    ],
+    ids=["in a loop", "side by side", "no layer"],
+)
+def test_stages_of_a_pipeline_begin_at_them(model: nn.Module, num_layers: int) -> None:
+    x = torch.randn(2, 3, 4)
+    if num_layers:
+        check_layers(model, (x,), {}, num_layers)
+    with pytest.raises(ArgumentError, match=f"{num_layers} layers, too few for"):
+        check_layers(model, (x,), {}, max(num_layers, 1) + 1)
 
 
 def test_numbers_of_a_looped_block() -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -34,27 +35,45 @@ def bases_with_overlap(values: Iterable[Any]) -> set[int]:
     return {
         base
         for base, group in views.items()
-        if any(_may_overlap(*pair) for pair in combinations(group, 2))
+        if any(share_elements(*pair) for pair in combinations(group, 2))
     }
 
 
-def _may_overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two views of one tensor may have an element in common; exact for equal strides."""
-    gap = int(b.storage_offset() - a.storage_offset())
-    if a.stride() != b.stride():
-        return -_extent(b) < gap < _extent(a)
-    steps = [
-        (stride, up - 1, down - 1)
-        for stride, up, down in zip(a.stride(), a.shape, b.shape, strict=True)
-        if stride
-    ]
-    return _is_reached(gap, sorted(steps, reverse=True)) and a.numel() > 0 < b.numel()
+def share_elements(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors have an element in common.
+
+    Of unequal strides a tensor counts up to its last element. Parts of one storage, such as
+    gradients of fused linears, have none.
+    """
+    if first.layout != torch.strided or second.layout != torch.strided:  # has no storage
+        return False
+    if first.untyped_storage()._cdata != second.untyped_storage()._cdata:
+        return False
+    (start, stop), (other_start, other_stop) = map(extent, (first, second))
+    if start >= other_stop or other_start >= stop:
+        return False
+    return first.stride() != second.stride() or _is_reached(
+        other_start - start,
+        sorted(
+            (
+                (step, int(up) - 1, int(down) - 1)
+                for step, up, down in zip(first.stride(), first.shape, second.shape, strict=True)
+                if step
+            ),
+            reverse=True,
+        ),
+    )
 
 
-def _extent(tensor: Tensor) -> int:
-    """Elements of memory from the first element of ``tensor`` to behind its last one."""
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
+def extent(tensor: Tensor) -> tuple[int, int]:
+    """Return the positions in the storage of the first element and after the last one."""
+    start = int(tensor.storage_offset())
+    if not tensor.numel():
+        return start, start
+    last = sum(
+        (int(size) - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return start, start + last + 1
 
 
 def _is_reached(gap: int, steps: Sequence[tuple[int, int, int]]) -> bool:

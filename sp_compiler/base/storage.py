@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from typing import Any
 
 import torch
@@ -21,22 +20,46 @@ class Storage:
     num_bytes: int
 
 
-def base_of(tensor: Tensor) -> Tensor:
-    """Return the tensor that ``tensor`` is a view of, or itself."""
-    return tensor if tensor._base is None else tensor._base
+class ResultsThatShareMemory(torch.autograd.Function):
+    """Returns tensors as views that cannot be changed in place; the error has this name."""
+
+    @staticmethod
+    def forward(ctx: Any, *results: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(result.view_as(result) for result in results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return grads
 
 
-def bases_with_overlap(values: Iterable[Any]) -> set[int]:
-    """Return ids of the tensors of which two of ``values`` have an element in common."""
-    views: dict[int, list[Tensor]] = defaultdict(list)
-    for value in values:
-        if isinstance(value, Tensor):
-            views[id(base_of(value))].append(value)
-    return {
-        base
-        for base, group in views.items()
-        if any(share_elements(*pair) for pair in combinations(group, 2))
-    }
+def guarded(results: Sequence[Any]) -> list[Any]:
+    """Return a model's results, of which those that share elements cannot be changed in place.
+
+    Autograd refuses to change views that one function returns. It does not know that other results
+    share memory: of a change of one, the gradient would be missing in the others.
+    """
+    recorded = {id(x): x for x in results if isinstance(x, Tensor) and x.grad_fn is not None}
+    shared = sharing_elements(recorded.values())
+    if not shared:
+        return list(results)
+    views = ResultsThatShareMemory.apply(*shared)
+    view_of = {id(result): view for result, view in zip(shared, views, strict=True)}
+    return [view_of.get(id(result), result) for result in results]
+
+
+def sharing_elements(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return those of ``tensors`` that have an element in common with another one."""
+    by_storage: dict[int, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        if tensor.layout == torch.strided:
+            by_storage[tensor.untyped_storage()._cdata].append(tensor)
+    return [
+        tensor
+        for group in by_storage.values()
+        for tensor in group
+        if any(other is not tensor and share_elements(tensor, other) for other in group)
+    ]
 
 
 def share_elements(first: Tensor, second: Tensor) -> bool:

@@ -246,31 +246,3 @@ def _accumulated(node: Any, grad: DTensor, backward: int) -> bool:
         present._local_tensor.add_(grad._local_tensor)
         torch.autograd.graph.increment_version(present)  # the part has a counter of its own
     return True
-
-
-class _NoDoubleBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, result: Tensor, *grads: Tensor) -> Tensor:
-        return result.view_as(result)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise UnsupportedError(
-            "a gradient of a gradient (create_graph=True) through a compiled model is not "
-            "supported: its backward is generated code without a backward of its own; "
-            "use the original model for this"
-        )
-
-
-def forbid_double_backward(
-    results: Sequence[Tensor | None], grads: Sequence[Tensor | None]
-) -> list[Tensor | None]:
-    """With ``create_graph``, return results whose own backward raises an error, instead of
-    constants."""
-    if not torch.is_grad_enabled():
-        return list(results)
-    sources = [grad for grad in grads if grad is not None and grad.requires_grad]
-    return [
-        result if result is None else _NoDoubleBackward.apply(result.requires_grad_(), *sources)
-        for result in results
-    ]

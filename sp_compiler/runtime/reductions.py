@@ -19,11 +19,11 @@ from sp_compiler.runtime.parameter_gradients import (
     CompiledFunction,
     deliver,
     fills_grad,
-    forbid_double_backward,
     local_tensor,
     opaque,
     parameter_edges,
 )
+from sp_compiler.runtime.region_call import forbid_double_backward
 
 
 class DeferredGradients:

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from sp_compiler.base.autocast import with_captured_casts
 from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.base.placement import Placement
-from sp_compiler.base.storage import base_of, bases_with_overlap
 from sp_compiler.ir.compiled_program import LossBackward, RegionCode
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.ops.gpu.host_memory import HostTrip
@@ -23,7 +22,6 @@ from sp_compiler.runtime.padding import padded_part, without_rank_padding
 from sp_compiler.runtime.parameter_gradients import (
     CompiledFunction,
     deliver,
-    forbid_double_backward,
     local_tensor,
     opaque,
     parameter_edges,
@@ -344,20 +342,18 @@ def _distinct(outputs: Sequence[Any], seen: set[int]) -> tuple[Any, ...]:
 
 
 def _changeable(outputs: Sequence[Any], inputs: Sequence[Any]) -> tuple[Any, ...]:
-    """Return outputs that are views of nothing but inputs, and of elements of other outputs.
+    """Return outputs that are views of nothing but inputs.
 
     Autograd refuses in-place changes (``loss /= 2``) of a function's results that are views, here
-    of what the region made itself. A view of an input it has to know, or it would miss the change;
-    so it has to where two results share elements, for the gradient of the one that is changed
-    would be missing in the other.
+    of what the region made itself. A view of an input it has to know, or it would miss the change.
     """
     if not any(isinstance(out, Tensor) and out._is_view() for out in outputs):
         return tuple(outputs)
-    known = {id(base_of(x)) for x in inputs if isinstance(x, Tensor)} | bases_with_overlap(outputs)
+    bases = {id(x if x._base is None else x._base) for x in inputs if isinstance(x, Tensor)}
     return tuple(
         # Shares the version, so that a change of what was saved is found.
         out.detach()
-        if isinstance(out, Tensor) and out._is_view() and id(out._base) not in known
+        if isinstance(out, Tensor) and out._is_view() and id(out._base) not in bases
         else out
         for out in outputs
     )
@@ -373,3 +369,31 @@ def _saved(ctx: Any) -> list[Any]:
     for position, other in ctx.others:
         values.insert(position, other)
     return values
+
+
+class _NoDoubleBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, *grads: Tensor) -> Tensor:
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise UnsupportedError(
+            "a gradient of a gradient (create_graph=True) through a compiled model is not "
+            "supported: its backward is generated code without a backward of its own; "
+            "use the original model for this"
+        )
+
+
+def forbid_double_backward(
+    results: Sequence[Tensor | None], grads: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """With ``create_graph``, return results whose own backward raises an error, instead of
+    constants."""
+    if not torch.is_grad_enabled():
+        return list(results)
+    sources = [grad for grad in grads if grad is not None and grad.requires_grad]
+    return [
+        result if result is None else _NoDoubleBackward.apply(result.requires_grad_(), *sources)
+        for result in results
+    ]

@@ -23,14 +23,13 @@ from sp_compiler.base.autocast import with_captured_casts
 from sp_compiler.runtime.parameter_gradients import (
     CompiledFunction,
     deliver,
-    forbid_double_backward,
     local_tensor,
     opaque,
     parameter_edges,
     partial_spec,
 )
 from sp_compiler.runtime.reductions import DeferredGradients
-from sp_compiler.runtime.region_call import Handed, RegionRunner
+from sp_compiler.runtime.region_call import Handed, RegionRunner, forbid_double_backward
 
 
 @dataclass(frozen=True)

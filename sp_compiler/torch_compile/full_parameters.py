@@ -11,7 +11,8 @@ from torch import Tensor
 from sp_compiler.base.placement import Placement
 from sp_compiler.base.shards import join_parts
 from sp_compiler.ops.communicator import Communicator
-from sp_compiler.runtime.parameter_gradients import forbid_double_backward, opaque
+from sp_compiler.runtime.parameter_gradients import opaque
+from sp_compiler.runtime.region_call import forbid_double_backward
 
 # Large enough for full bandwidth, small enough beside the gradients themselves.
 _BUCKET_BYTES = 64 << 20

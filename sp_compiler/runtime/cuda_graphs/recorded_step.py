@@ -18,12 +18,11 @@ from sp_compiler.runtime.executor import Execution, Executor
 from sp_compiler.runtime.parameter_gradients import (
     CompiledFunction,
     deliver,
-    forbid_double_backward,
     local_tensor,
     opaque,
     parameter_edges,
 )
-from sp_compiler.runtime.region_call import unsharded
+from sp_compiler.runtime.region_call import forbid_double_backward, unsharded
 
 
 class ReplayedForward:

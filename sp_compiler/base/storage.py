@@ -1,8 +1,15 @@
-"""The memory behind a tensor, as plain data: the unit of liveness and of the memory solvers."""
+"""The memory behind a tensor: as plain data, the unit of liveness and of the memory solvers; and
+which views share elements of it."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -11,3 +18,95 @@ class Storage:
 
     owner: tuple[str, int, str]
     num_bytes: int
+
+
+class ResultsThatShareMemory(torch.autograd.Function):
+    """Returns tensors as views that cannot be changed in place; the error has this name."""
+
+    @staticmethod
+    def forward(ctx: Any, *results: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(result.view_as(result) for result in results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return grads
+
+
+def guarded(results: Sequence[Any]) -> list[Any]:
+    """Return a model's results, of which those that share elements cannot be changed in place.
+
+    Autograd refuses to change views that one function returns. It does not know that other results
+    share memory: of a change of one, the gradient would be missing in the others.
+    """
+    recorded = {id(x): x for x in results if isinstance(x, Tensor) and x.grad_fn is not None}
+    shared = sharing_elements(recorded.values())
+    if not shared:
+        return list(results)
+    views = ResultsThatShareMemory.apply(*shared)
+    view_of = {id(result): view for result, view in zip(shared, views, strict=True)}
+    return [view_of.get(id(result), result) for result in results]
+
+
+def sharing_elements(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return those of ``tensors`` that have an element in common with another one."""
+    by_storage: dict[int, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        if tensor.layout == torch.strided:
+            by_storage[tensor.untyped_storage()._cdata].append(tensor)
+    return [
+        tensor
+        for group in by_storage.values()
+        for tensor in group
+        if any(other is not tensor and share_elements(tensor, other) for other in group)
+    ]
+
+
+def share_elements(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors have an element in common.
+
+    Of unequal strides a tensor counts up to its last element. Parts of one storage, such as
+    gradients of fused linears, have none.
+    """
+    if first.layout != torch.strided or second.layout != torch.strided:  # has no storage
+        return False
+    if first.untyped_storage()._cdata != second.untyped_storage()._cdata:
+        return False
+    (start, stop), (other_start, other_stop) = map(extent, (first, second))
+    if start >= other_stop or other_start >= stop:
+        return False
+    return first.stride() != second.stride() or _is_reached(
+        other_start - start,
+        sorted(
+            (
+                (step, int(up) - 1, int(down) - 1)
+                for step, up, down in zip(first.stride(), first.shape, second.shape, strict=True)
+                if step
+            ),
+            reverse=True,
+        ),
+    )
+
+
+def extent(tensor: Tensor) -> tuple[int, int]:
+    """Return the positions in the storage of the first element and after the last one."""
+    start = int(tensor.storage_offset())
+    if not tensor.numel():
+        return start, start
+    last = sum(
+        (int(size) - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return start, start + last + 1
+
+
+def _is_reached(gap: int, steps: Sequence[tuple[int, int, int]]) -> bool:
+    """Whether ``gap`` is a sum of multiples of strides, each from minus ``down`` to ``up`` times.
+
+    ``steps``: (stride, up, down), the largest stride first.
+    """
+    if not steps:
+        return gap == 0
+    (step, up, down), *rest = steps
+    reach = sum(stride * max(counts) for stride, *counts in rest)
+    first, last = max(-down, -((reach - gap) // step)), min(up, (gap + reach) // step)
+    return any(_is_reached(gap - n * step, rest) for n in range(first, last + 1))

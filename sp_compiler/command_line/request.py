@@ -129,8 +129,12 @@ class Request:
             if not equals:
                 raise ArgumentError(f"-o {name}: expected NAME=VALUE, such as recompute=full")
             _check_option(name)
+        names = [name.replace("-", "_") for name, _, _ in pairs]
+        for name in names:
+            if names.count(name) > 1:
+                raise ArgumentError(f"-o {name} is given {names.count(name)} times: give it once")
         # Both spellings: options of a terminal have hyphens, those of compile underscores.
-        return {name.replace("-", "_"): _value(text) for name, _, text in pairs}
+        return {name: _value(text) for name, (_, _, text) in zip(names, pairs, strict=True)}
 
 
 def _check_option(text: str) -> None:

@@ -169,8 +169,14 @@ def profile_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in _PROFILES.glob("*.toml")))
 
 
-def hardware_of(value: str | Path | Hardware) -> Hardware:
+def hardware_of(value: str | Path | Hardware, argument: str = "hardware") -> Hardware:
     """Return the profile for ``hardware=value``: a name, the path of a file, or a profile itself.
+
+    A file is read each time, for it may have been measured or edited anew.
+
+    Args:
+        value: what the user gave.
+        argument: its name in errors.
 
     Raises:
         ArgumentError: no such name or file, or a file that is no profile.
@@ -178,18 +184,21 @@ def hardware_of(value: str | Path | Hardware) -> Hardware:
     if isinstance(value, Hardware):
         return value
     if isinstance(value, str) and value in profile_names():
-        return _read(_PROFILES / f"{value}.toml")
+        return _named(value)
     if not isinstance(value, (str, Path)) or not Path(value).is_file():
         raise ArgumentError(
-            f"hardware={value!r}: {expected_one_of(value, profile_names(), repr)}, the path of a "
+            f"{argument}={value!r}: {expected_one_of(value, profile_names(), repr)}, the path of a "
             "file that sp_compiler.profile(path) wrote, or an sp_compiler.Hardware"
         )
-    return _read(Path(value))
+    return _read(Path(value), argument)
 
 
-# By path and not by time of change: ranks that read a file twice see one profile.
 @cache
-def _read(path: Path) -> Hardware:
+def _named(name: str) -> Hardware:
+    return _read(_PROFILES / f"{name}.toml", "hardware")
+
+
+def _read(path: Path, argument: str) -> Hardware:
     try:
         values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
         return Hardware(
@@ -205,7 +214,7 @@ def _read(path: Path) -> Hardware:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise ArgumentError(
-            f"hardware={str(path)!r}: no profile: {reason}; {_PROFILES / 'h100.toml'} is one"
+            f"{argument}={str(path)!r}: no profile: {reason}; {_PROFILES / 'h100.toml'} is one"
         ) from error
 
 

@@ -63,13 +63,14 @@ def profile(
         The measured profile.
 
     Raises:
-        ArgumentError: ``interconnect`` is no profile, or the folder of ``path`` does not exist.
+        ArgumentError: ``interconnect`` is no profile, ``path`` is none of a file that can be made,
+            this process has no such ``device``, or ``group`` is no process group.
     """
-    if path is not None and not Path(path).absolute().parent.is_dir():
-        raise ArgumentError(f"path={str(path)!r}: there is no folder {Path(path).parent}")
-    other = hardware_of(interconnect)
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    where = torch.device(device or accelerator or "cpu")
+    _check_path(path)
+    other = hardware_of(interconnect, "interconnect")
+    where = _device(device)
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise ArgumentError(f"group={group!r}: expected a torch.distributed.ProcessGroup, or None")
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
     products = {dtype_name(d): _product_tflops(d, where) for d in _DTYPES}
@@ -84,14 +85,45 @@ def profile(
         network=other.network,
         random_g_per_s=_random(where),
     )
-    if group is not None and group.size() > 1:
-        # One profile for all: ranks that estimate differently would compile different programs.
-        shared: list[Any] = [measured]
-        dist.broadcast_object_list(shared, group=group, group_src=0)
-        (measured,) = shared
-    if path is not None and (group is None or group.rank() == 0):
-        measured.save(path)
+    try:
+        # First: the others may read the file as soon as they have the profile.
+        if path is not None and (group is None or group.rank() == 0):
+            measured.save(path)
+    finally:
+        if group is not None and group.size() > 1:
+            # One profile for all: ranks that estimate differently would compile different programs.
+            shared: list[Any] = [measured]
+            dist.broadcast_object_list(shared, group=group, group_src=0)
+            (measured,) = shared
     return measured
+
+
+def _check_path(path: Any) -> None:
+    # Before anything is measured, which may take a minute.
+    if path is None:
+        return
+    if not isinstance(path, (str, Path)):
+        raise ArgumentError(f"path={path!r}: expected the path of a file, such as 'node.toml'")
+    if not Path(path).absolute().parent.is_dir():
+        raise ArgumentError(f"path={str(path)!r}: there is no folder {Path(path).parent}")
+    if Path(path).is_dir():
+        raise ArgumentError(f"path={str(path)!r}: it is a folder; give the name of a file in it")
+
+
+def _device(device: Any) -> torch.device:
+    """Return the device to measure, which this process has."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    present = [*filter(None, [accelerator]), torch.device("cpu")]
+    if device is None:
+        return present[0]
+    try:
+        where = torch.device(device)
+        if where.type in {each.type for each in present}:
+            return where
+    except (RuntimeError, TypeError):
+        pass
+    names = " or ".join(repr(each.type) for each in present)
+    raise ArgumentError(f"device={device!r}: this process has no such device; expected {names}")
 
 
 def _name(device: torch.device) -> str:

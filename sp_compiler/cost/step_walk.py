@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from sp_compiler.base.storage import Storage
+from sp_compiler.base.storage import Storage, extent
 from sp_compiler.cost.memory import owned_bytes
 from sp_compiler.cost.node_cost import tensor_bytes
 from sp_compiler.ir.forward_backward import Partitioned, step_backwards
@@ -119,6 +119,7 @@ class StepWalk:
         self._world_size = world_size
         self._now: tuple[Phase, int] = ("forward", 0)
         self._grads: dict[tuple[int, int], Storage] = {}
+        self._layouts: dict[tuple[int, int], Tensor] = {}  # of those that are not contiguous
         # By call and not by use: a call that takes a parameter twice returns one gradient of it.
         self._parts_to_come = Counter(
             ref.name for call in program.calls for ref in set(call.args) if ref.kind == "param"
@@ -211,6 +212,7 @@ class StepWalk:
             refs = [ref for ref in refs if ref.output == parts.loss.output]
         # Popped: a gradient is used up by the call that made the value.
         tangents = [self._grads.pop((ref.index, ref.output), None) for ref in refs]
+        straightened = self._contiguous_copies(refs)
         if graph is None or not any(tangents):
             return  # no gradient arrives: what the call saved stays
         for position, ref in enumerate(refs):
@@ -222,7 +224,7 @@ class StepWalk:
         # From here on they are the function's own.
         yield self._release(self._handed)
         lent, self._handed, self._lent = self._lent, [], []
-        copies = self._padded_copies(index, parts, in_backward=True)
+        copies = [*self._padded_copies(index, parts, in_backward=True), *straightened]
         yield self._hold(copies)
         yield self._run("backward", index)
         held = [here or back for here, back in zip(made.saved, made.fetched, strict=True)]
@@ -236,7 +238,7 @@ class StepWalk:
         ):
             storage = None if grad is None else _resolve(grad, known, ("backward", index))
             if storage is not None and ref.kind in ("call", "input"):
-                yield from self._accumulate(ref, storage)
+                yield from self._accumulate(ref, storage, grad.meta["val"])
             elif storage is not None and ref.kind == "param":
                 if placement.kind == "R" and self._world_size > 1:
                     yield self._hold([storage])  # until all are reduced, at the end of backward
@@ -296,17 +298,35 @@ class StepWalk:
                 self._fetched.add(each)
                 yield self._hold(self.storages[each].fetched)
 
-    def _accumulate(self, ref: Ref, storage: Storage) -> Iterator[Event]:
-        """Add a second gradient of one value to the first."""
+    def _accumulate(
+        self, ref: Ref, storage: Storage, value: Tensor | None = None
+    ) -> Iterator[Event]:
+        """Add a second gradient of one value, which is like ``value``, to the first."""
         key = (ref.index, ref.output if ref.kind == "call" else -1)
         yield self._hold([storage])
         before = self._grads.get(key)
-        if before is not None:
+        if before is None:
+            if value is not None and not value.is_contiguous():
+                self._layouts[key] = value
+        else:
             total = Storage(("backward", storage.owner[1], f"sum {ref}"), storage.num_bytes)
             yield self._hold([total])
             yield self._release([before, storage])
             storage = total
+            # Autograd adds into the first where that has no gaps, else it makes a plain sum.
+            if key in self._layouts and not _is_dense(self._layouts[key]):
+                del self._layouts[key]
         self._grads[key] = storage
+
+    def _contiguous_copies(self, refs: Iterable[Ref]) -> list[Storage]:
+        """Return the copies of gradients that generated code takes where these are not
+        contiguous."""
+        keys = {ref: (ref.index, ref.output) for ref in refs}
+        return [
+            Storage(("backward", ref.index, f"contiguous {ref}"), tensor_bytes(self._value(ref)))
+            for ref, key in keys.items()
+            if self._layouts.pop(key, None) is not None
+        ]
 
     def _collect(self, name: str, part: Storage) -> Iterator[Event]:
         """Add a part of the gradient of a parameter; the last sum is the gradient itself."""
@@ -346,6 +366,11 @@ class StepWalk:
 
     def _release(self, storages: Iterable[Storage | None], *, saved: bool = False) -> Event:
         return Event("release", *self._now, tuple(filter(None, storages)), saved)
+
+
+def _is_dense(value: Tensor) -> bool:
+    start, stop = extent(value)
+    return stop - start == value.numel()
 
 
 def _resolve(

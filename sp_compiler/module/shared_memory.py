@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_compiler.base.errors import ArgumentError
-from sp_compiler.runtime.parameter_gradients import extent
+from sp_compiler.base.storage import extent
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from sp_compiler.base.autocast import cast_back, with_captured_casts
 from sp_compiler.base.errors import ArgumentError, UnsupportedError
+from sp_compiler.base.storage import guarded
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.program import Call, Ref, Region
 from sp_compiler.ops.communicator import Communicator
@@ -178,8 +179,8 @@ class Executor:
             for dead in self._last_use[index]:
                 frame.results[dead] = ()
         outputs = [frame.value(out) if isinstance(out, Ref) else out for out in program.outputs]
-        mutated = {name: frame.value(ref) for name, ref in program.mutated_buffers.items()}
-        return Execution(outputs, {name: value.detach() for name, value in mutated.items()})
+        mutated = {name: frame.value(ref).detach() for name, ref in program.mutated_buffers.items()}
+        return Execution(guarded(outputs), mutated)
 
     def _call(self, frame: _Frame, index: int, call: Call) -> tuple[Any, ...]:
         arguments = self._arguments[index]
@@ -374,8 +375,7 @@ def _parameters_used_as_r(compiled: CompiledProgram) -> tuple[str, ...]:
 
 def _node_of(outputs: Sequence[Any]) -> Any:
     """Return autograd's node of the call that returned ``outputs``, ``None`` if it has none."""
-    nodes = (value.grad_fn for value in outputs if isinstance(value, Tensor))
-    return next((node for node in nodes if node is not None), None)
+    return next((x.grad_fn for x in outputs if isinstance(x, Tensor) and x.grad_fn), None)
 
 
 def _partial_gradients(region: Region) -> frozenset[int]:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from sp_compiler.base.errors import UnsupportedError
+from sp_compiler.base.storage import share_elements
 from sp_compiler.runtime.mesh_axes import TENSOR_AXIS
 
 _AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]  # no stub
@@ -175,7 +176,8 @@ def deliver(
             if has_shared:
                 rest = (*grads, *results[:index], *results[index + 1 :])
                 if any(
-                    other is not None and _overlap(local, local_tensor(other)) for other in rest
+                    other is not None and share_elements(local, local_tensor(other))
+                    for other in rest
                 ):
                     local = local.clone()
             # Past from_local, whose checks and node take longer than a small kernel, and past
@@ -207,7 +209,7 @@ def _separate(results: list[Tensor | None]) -> None:
         if result is None or isinstance(result, DTensor) or result.layout != torch.strided:
             continue
         others = by_storage.setdefault(result.untyped_storage()._cdata, [])
-        if any(other is not result and _overlap(result, other) for other in others):
+        if any(other is not result and share_elements(result, other) for other in others):
             results[index] = result.clone()
         else:
             others.append(result)
@@ -244,26 +246,3 @@ def _accumulated(node: Any, grad: DTensor, backward: int) -> bool:
         present._local_tensor.add_(grad._local_tensor)
         torch.autograd.graph.increment_version(present)  # the part has a counter of its own
     return True
-
-
-def _overlap(first: Tensor, second: Tensor) -> bool:
-    """Return whether two tensors share memory; a tensor that is not dense counts up to its last
-    element.
-
-    Adjacent parts of one storage, such as gradients of fused linears, do not.
-    """
-    if first.layout != torch.strided or second.layout != torch.strided:  # has no storage
-        return False
-    if first.untyped_storage()._cdata != second.untyped_storage()._cdata:
-        return False
-    (start, stop), (other_start, other_stop) = map(extent, (first, second))
-    return start < other_stop and other_start < stop
-
-
-def extent(tensor: Tensor) -> tuple[int, int]:
-    """Return the positions in the storage of the first element and after the last one."""
-    start = int(tensor.storage_offset())
-    last = sum(
-        (int(size) - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    return start, start + last + 1

@@ -53,7 +53,7 @@ def sp_compiler_backend(
             replicated.
     """
     try:
-        compile_options, group = _parse(dict(options or {}), mode, _device_type(example_inputs))
+        compile_options, group = _parse(options or {}, mode, _device_type(example_inputs))
         graph = DynamoGraph.of(module, example_inputs)
     except SPCompilerError as error:
         # Raised here, torch would wrap it in an error of its own, unlike those of later calls.
@@ -90,10 +90,13 @@ def _raise(error: SPCompilerError, *_: Any) -> NoReturn:
 
 
 def _parse(
-    options: dict[str, Any], mode: str | None, device_type: str
+    given: Mapping[str, Any], mode: str | None, device_type: str
 ) -> tuple[CompileOptions, TensorParallelGroup]:
     if mode is not None:
         raise ArgumentError(f'mode={mode!r}: backend "sp_compiler" has no modes; pass options=')
+    if not isinstance(given, Mapping):
+        raise ArgumentError(f'options={given!r}: expected a dict of options, such as {{"tp": 8}}')
+    options = dict(given)
     unknown = [name for name in options if name not in _OPTIONS]
     if unknown:
         raise ArgumentError(

@@ -31,6 +31,8 @@ _DERIVATIVES = ("_grad_increment_nesting", "_jvp_increment_nesting")
 # An argument of :meth:`GraphModel.forward` as the capture calls it.
 _CAPTURED = re.compile(r"'tensors_(\d+)'")
 _TABLES = ("_modules", "_parameters", "_buffers")
+# How dynamo writes a table behind a forward that reads ``self.__dict__``.
+_OWN_TABLE = re.compile(rf"\.__dict__\['({'|'.join(_TABLES)})'\]")
 
 
 @dataclass(frozen=True)
@@ -218,7 +220,7 @@ def _source(node: Node) -> str:
     if source is None:
         return node.name
     name = source.name
-    return str(name() if callable(name) else name)
+    return _OWN_TABLE.sub(r".\1", str(name() if callable(name) else name))
 
 
 def _kind(node: Node, example: Any, source: str) -> InputKind:

@@ -63,7 +63,7 @@ def checked_inputs(model: Any, example_inputs: Any) -> tuple[tuple[Any, ...], di
     """Return ``example_inputs`` if they are valid.
 
     Raises:
-        ArgumentError: ``model`` is not a module, or the inputs are not (args, kwargs).
+        ArgumentError: ``model`` is not a module, or the inputs are not (args, kwargs) of a call.
     """
     check_model(model)
     if (
@@ -81,7 +81,24 @@ def checked_inputs(model: Any, example_inputs: Any) -> tuple[tuple[Any, ...], di
             f"((), {{'input_ids': ids}}) or ((x, y), {{}}); got {got}"
         )
     # Copies, for a caller may go on to change its own.
-    return tuple(example_inputs[0]), dict(example_inputs[1])
+    args, kwargs = tuple(example_inputs[0]), dict(example_inputs[1])
+    # A hook may make what forward takes of what it does not.
+    if not model._forward_pre_hooks:
+        _check_arguments(model.forward, args, kwargs)
+    return args, kwargs
+
+
+def _check_arguments(
+    forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    signature = inspect.signature(forward)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise ArgumentError(
+            f"example_inputs: {error}; they are (args, kwargs) of a call of the model, whose "
+            f"forward takes ({', '.join(map(str, signature.parameters))})"
+        ) from None
 
 
 def unordered_keywords(forward: Callable[..., Any]) -> Container[str] | None:

@@ -94,6 +94,7 @@ def test_a_command_put_together_wrong(arguments: list[str], message: str) -> Non
         (["plan", f"{_MODELS}:relu", "-o", "recompute=ful"], "did you mean 'full'? expected one"),
         (["plan", f"{_MODELS}:broken", "-o", "recompue=x"], "did you mean 'recompute'? expected"),
         (["plan", f"{_MODELS}:broken", "-o", "tp=2"], "-o tp: give --tp"),
+        (["plan", f"{_MODELS}:broken", *["-o", "recompute=full"] * 2], "given 2 times: give it"),
         (
             ["plan", f"{_MODELS}:broken", "-o", "hints={}"],
             "-o hints: its values are Python",

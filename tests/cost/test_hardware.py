@@ -135,3 +135,21 @@ def test_a_measurement_is_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert measured.network == hardware_of("a100").network
     with pytest.raises(ArgumentError, match="there is no folder"):
         sp_compiler.profile(tmp_path / "none" / "here.toml")
+    # What cannot be measured or written is said before anything is measured.
+    with pytest.raises(ArgumentError, match="it is a folder"):
+        sp_compiler.profile(tmp_path)
+    with pytest.raises(ArgumentError, match=r"device='gpu': .*expected .*'cpu'"):
+        sp_compiler.profile(device="gpu")
+    with pytest.raises(ArgumentError, match=r"interconnect='h10': did you mean 'h100'"):
+        sp_compiler.profile(interconnect="h10")
+
+
+def test_a_file_that_was_measured_or_edited_anew_is_read_anew(tmp_path: Path) -> None:
+    """Plans kept the numbers that the file had when this process read it first."""
+    path = tmp_path / "here.toml"
+    hardware_of("a100").save(path)
+    first = CompileOptions(hardware=path)
+    hardware_of("h200").save(path)
+    second = CompileOptions(hardware=path)
+    # Each compilation has one profile, whatever becomes of the file.
+    assert [each.device.name for each in (first, second)] == ["A100 SXM", "H200 SXM"]

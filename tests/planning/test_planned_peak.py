@@ -129,3 +129,27 @@ def test_the_peak_counts_copies_of_padded_parameters() -> None:
         return plan(_Wide(width), ((x,), {}), tp=2, **options).activation_peak_bytes
 
     assert peak_bytes(127) == peak_bytes(128) + 2 * 4 * 32 * 64
+
+
+class _Skips(nn.Module):
+    """Joins what layers pass on by columns, whose gradients have gaps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Layer() for _ in range(3))
+        self.joins = nn.ModuleList(nn.Linear(32, 16) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.layers[0](x)
+        second = self.layers[1](first)
+        third = self.layers[2](self.joins[0](torch.cat([second, second.sin()], -1)))
+        joined: Tensor = self.joins[1](torch.cat([third, first], -1))
+        return joined.square().mean()
+
+
+def test_the_peak_counts_copies_of_gradients_with_gaps() -> None:
+    """A layer's backward reads its own contiguous copy; the other half waits as it is."""
+    torch.manual_seed(0)
+    found = make_case(_Skips().double(), {"x": torch.randn(2, 3, 16, dtype=torch.float64)})
+    program = compiled(found, tp=1, recompute="full")
+    assert _measured_peak(found, program) == step_memory(program).peak_bytes

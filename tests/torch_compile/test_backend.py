@@ -250,6 +250,13 @@ def test_options_are_checked(options: Any, error: type[Exception], message: str)
             compiled(random_ids(), random_ids())
 
 
+def test_options_are_a_dict() -> None:
+    options: Any = "tp=1"
+    compiled: Any = torch.compile(counting_net(), backend="sp_compiler", options=options)
+    with pytest.raises(ArgumentError, match="options='tp=1': expected a dict"):
+        compiled(random_ids(), random_ids())
+
+
 def test_modes_of_torch_compile_are_refused() -> None:
     compiled = torch.compile(counting_net(), backend=sp_compiler_backend, mode="reduce-overhead")
     with pytest.raises(ArgumentError, match="no modes"):

@@ -109,3 +109,27 @@ def test_refusals_name_what_the_model_does(
     leaf = torch.ones(2, requires_grad=True)
     checkpoint(torch.exp, leaf, use_reentrant=False).sum().backward()
     assert leaf.grad is not None
+
+
+class _LooksIntoItself(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.block = Block(0.0).double()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "scale" not in self.__dict__:
+            self.scale = 2.0
+        self.calls += 1
+        result: Tensor = self.block(x) * self.scale + self.calls
+        return result
+
+
+def test_a_forward_that_reads_its_dict() -> None:
+    """Dynamo names parameters and buffers as entries of it."""
+    compiled, model = compiled_by_dynamo(_LooksIntoItself()), _LooksIntoItself()
+    x = torch.randn(2, 4, HIDDEN, dtype=torch.float64)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-12)
+    assert compiled.calls == model.calls == 2

@@ -153,6 +153,8 @@ def test_arguments_that_the_model_does_not_take(
 def test_example_inputs_without_a_dict_are_told_the_form() -> None:
     with pytest.raises(ArgumentError, match=r"or \(\(x, y\), \{\}\); got \(Tensor, Tensor\)"):
         sp_compiler.plan(net(), (torch.ones(2, 8), torch.ones(2)), tp=1)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"example_inputs: missing .*'x'.* takes \(x"):
+        sp_compiler.plan(net(), ((), {}), tp=1)
 
 
 class Classes(Branching):

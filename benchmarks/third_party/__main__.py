@@ -185,7 +185,10 @@ def prepared(entry: Entry) -> tuple[nn.Module, dict[str, Any], str]:
     )
     inputs = {"args": args, "kwargs": kwargs}
     before = torch.get_rng_state()
-    copy.deepcopy(model)(**inputs)
+    try:
+        copy.deepcopy(model)(**inputs)
+    except RuntimeError as error:  # a weight beside casts of its own, say
+        raise NotSmallError(f"does not run in float64: {error}") from error
     if torch.equal(torch.get_rng_state(), before):
         return model, inputs, ""
     return model.eval(), inputs, "in evaluation mode: draws random numbers in training"

@@ -6,6 +6,7 @@ with its own defaults, of which the fields below are replaced where its configur
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -108,7 +109,7 @@ def _model(task: str, name: str) -> nn.Module:
         try:
             model = _with(defaults(**fields), task)
             args, kwargs = _TASKS[task][2]()
-            model(*args, **kwargs)
+            copy.deepcopy(model)(*args, **kwargs)  # some keep values of a call
         except Exception as error:  # of whatever kind: the library's code, with sizes of ours
             reasons.append(f"{type(error).__name__}: {error}".partition("\n")[0])
         else:

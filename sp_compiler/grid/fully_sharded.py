@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
+from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.runtime.mesh_axes import EXPERT_AXIS
 from sp_compiler.runtime.parameter_gradients import mark_reduced_by_hooks
 
@@ -148,6 +149,18 @@ class FullySharded:
         }
 
 
+def _refuse_hooks(record: Any) -> None:
+    """Raise an error for hooks that FSDP, past whom autograd never gets to a shard, does not run.
+
+    It runs those behind the accumulation itself.
+    """
+    if record.sharded_param._backward_hooks:
+        raise UnsupportedError(
+            f"{record._param_fqn} has a hook of register_hook(), which FSDP2 does not run; use "
+            "parameter.register_post_accumulate_grad_hook(hook), which may change parameter.grad"
+        )
+
+
 def _waiting(record: Any) -> bool:
     # There is no gathered parameter before the first call.
     gathered = getattr(record, "_unsharded_param", None)
@@ -235,6 +248,7 @@ class _LateReduction:
             return local if num_batches == 1 else local.div_(num_batches)
 
         def taken(grad: Tensor) -> Tensor:
+            _refuse_hooks(record)
             if not isinstance(grad, DTensor) or not any(p.is_partial() for p in grad.placements):
                 local: Tensor = reduced_at_once(grad)
                 return local

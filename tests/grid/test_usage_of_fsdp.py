@@ -132,6 +132,21 @@ def hooks_see_full_gradients() -> None:
         torch.testing.assert_close(seen[name], parameter.grad, rtol=1e-9, atol=1e-12)
 
 
+def hooks_that_fsdp_does_not_run_are_refused() -> None:
+    """Of a parameter in a block and of one outside, in a backward after which others go on."""
+    for data in ("dp_shard", "dp_replicate"):
+        module, model, x = _compiled(data), net(), _own(_mesh(data), batch())
+        for name in ("blocks.0.up.weight", "head.bias"):
+            handle = module.get_parameter(name).register_hook(lambda grad: 2 * grad)
+            with pytest.raises(UnsupportedError, match=rf"{name} has a hook .*post_accumulate"):
+                module(x)["loss"].backward()
+            handle.remove()
+        module.zero_grad()
+        module(x)["loss"].backward()
+        model(batch())["loss"].backward()
+        _assert_gradients(module, model)
+
+
 def frozen_parameters_have_no_gradients() -> None:
     module, model = _compiled(), net()
     for one in (module, model):
@@ -288,6 +303,7 @@ _CHECKS = [
     what_it_marks_modules_with_compiles_nothing_anew,
     the_switch_is_fsdps_own_too,
     hooks_see_full_gradients,
+    hooks_that_fsdp_does_not_run_are_refused,
     frozen_parameters_have_no_gradients,
     root_alone_and_other_sizes,
     the_largest_gradient_is_nan_wherever_it_lies,

@@ -74,6 +74,25 @@ class FullySharded:
                 state._root_post_backward_final_callback()
                 self._reduction.abandon()
 
+    def refuse_nested_backward(self) -> None:
+        """Raise an error for a call inside a backward that has reached this module already, and
+        that has a backward of its own in there.
+
+        FSDP ends all backwards of a module once, with the outermost one, and loses gradients.
+        """
+        if torch._C._current_graph_task_id() == -1:
+            return
+        # Checkpoints that are not reentrant have one backward, and recompute under such hooks.
+        is_nested = torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        if is_nested and any(
+            s._state_ctx.post_backward_final_callback_queued for s in self._states
+        ):
+            raise UnsupportedError(
+                "a checkpoint with use_reentrant=True calls a module on a data axis whose backward "
+                "from another call of the same loss has begun: FSDP2 would lose gradients; use "
+                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )
+
     def has_unreduced(self) -> bool:
         """Return whether gathered parameters have unreduced gradients."""
         return any(_waiting(record) for record in self._parameters.values()) or any(

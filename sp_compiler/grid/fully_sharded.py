@@ -23,6 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 from sp_compiler.base.errors import UnsupportedError
+from sp_compiler.grid.same_gradients import SameGradients
 from sp_compiler.runtime.mesh_axes import EXPERT_AXIS
 from sp_compiler.runtime.parameter_gradients import mark_reduced_by_hooks
 
@@ -39,7 +40,10 @@ class FullySharded:
 
     def __init__(self, modules: Mapping[str, nn.Module], reduce: Reduce) -> None:
         self._tree = modules
-        self._reduction = _LateReduction(reduce)
+        self._groups: list[Any] = []
+        # Found once: a walk through the tree in every backward takes as long as a small layer.
+        self._compared = SameGradients(lambda: self._groups)
+        self._reduction = _LateReduction(reduce, self._compared)
         self._num_hooks = 0
         self._parameters: dict[str, Any] = {}
         self._states: list[Any] = []
@@ -58,6 +62,7 @@ class FullySharded:
 
     def finish_reduction(self) -> None:
         """Sum what FSDP has reduced outside of a backward over the tensor-parallel ranks."""
+        self._compared.compare()
         self._reduction.finish()
 
     def end_failed_backward(self) -> None:
@@ -151,8 +156,9 @@ class FullySharded:
     def _find(self) -> dict[str, Any]:
         modules = self._tree.values()
         self._states = [m._get_fsdp_state() for m in modules if isinstance(m, FSDPModule)]
+        self._groups = list(param_groups(modules))
         managed: dict[tuple[int, str], Any] = {}
-        for group in param_groups(self._tree.values()):
+        for group in self._groups:
             for record in group.fsdp_params:
                 info = record._module_info
                 owners = [(info.module, info.param_name)]
@@ -246,8 +252,9 @@ class _LateReduction:
     record that was taken over returns the partial sum unchanged.
     """
 
-    def __init__(self, reduce: Reduce) -> None:
+    def __init__(self, reduce: Reduce, compared: SameGradients) -> None:
         self._reduce = reduce
+        self._compared = compared
         # Record to the gradient that its parameter had before this backward, in order of arrival.
         self._partial: dict[Any, DTensor | None] = {}
         self._backward = -1
@@ -268,6 +275,7 @@ class _LateReduction:
 
         def taken(grad: Tensor) -> Tensor:
             _refuse_hooks(record)
+            self._compared.add(record)
             if not isinstance(grad, DTensor) or not any(p.is_partial() for p in grad.placements):
                 local: Tensor = reduced_at_once(grad)
                 return local

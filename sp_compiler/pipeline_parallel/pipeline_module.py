@@ -361,7 +361,14 @@ class PipelineModule(StageParameters):
     def _require_held(self, stages: Sequence[Stage]) -> None:
         # Empty while the first program is cut, by which it is decided what the stages hold.
         for stage, held in zip(stages, self._held, strict=False):
-            if missing := sorted(stage.parameters - held):
+            missing = sorted(stage.parameters - held)
+            # Without outputs that are left out of a step, or with those of each step.
+            if missing and (self._state.loss_only or self._return_outputs):
+                raise UnsupportedError(
+                    f"these inputs need {missing[:3]}, which the example_inputs did not need and "
+                    "no stage holds: pass sp_compiler.pipeline an example that needs them"
+                )
+            if missing:
                 raise UnsupportedError(
                     f"an output of the model needs {missing[:3]}, which the loss does not need and "
                     "no stage holds: use eval_loss(...), or sp_compiler.pipeline(..., "

@@ -368,7 +368,9 @@ def _place(
     if state.fixed is None:
         # Only now: later compilations are not the same ones on ranks that read different data.
         _compare_over_data(state, placements)
-    _compare(state, {"parameter": {n: parameters[n] for n in fresh}, "buffer": state.buffers})
+    # At first also what this program does not use: FSDP2 shards it, and checkpoints have it.
+    compared = list(parameters) if state.fixed is None else fresh
+    _compare(state, {"parameter": {n: parameters[n] for n in compared}, "buffer": state.buffers})
     for name in placements:
         if name in fixed and fixed[name] != placements[name]:
             raise ArgumentError(

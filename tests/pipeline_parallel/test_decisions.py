@@ -76,11 +76,11 @@ class _Fed(nn.Module):
 
 
 def test_inputs_that_need_parameters_which_the_example_did_not() -> None:
-    x, example = torch.rand(4, 8), ((torch.rand(4, 8),), {})
+    x = torch.rand(4, 8)
     with fake_group(1):
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("pp",))
         pipeline: Any = sp_compiler.pipeline(
-            _Fed(), mesh=mesh, example_inputs=example, microbatches=2
+            _Fed(), mesh=mesh, example_inputs=((x,), {}), microbatches=2
         )
         with pytest.raises(UnsupportedError, match=r"inputs need \['fed.bias'.*an example that"):
             pipeline.step(x, more=x)

@@ -304,7 +304,7 @@ def _compile(
         if state.fixed is None:
             _refuse_empty(state, leaves, input_names(model, args, kwargs))
         with recorded_attributes(model) as reads:
-            compiled = state.build(model, args, kwargs, state.fixed, open_dims)
+            compiled = state.build(model, args, kwargs, state.kept_placements(), open_dims)
         _note_attributes(state, reads, compiled)
     experts = frozenset(map(compiled.param_name, compiled.program.experts))
     _place(state, compiled.param_placements, experts)

@@ -166,8 +166,10 @@ def apply_data_parallelism(
         options: of ``fully_shard`` or ``replicate``.
 
     Raises:
+        ArgumentError: parameters, which are replaced, have hooks.
         UnsupportedError: a block trains parameters of several dtypes.
     """
+    _refuse_hooks(root)
     blocks = list(_self_contained_blocks(root, compiled))
     _refuse_mixed_dtypes(root, [*blocks, ""])
     mesh, apply = group.data.mesh, _apply(group.data)
@@ -185,6 +187,17 @@ def apply_data_parallelism(
         apply(root.get_submodule(path), mesh=mesh, **inside)
     apply(root, mesh=mesh, **options)
     watch_fsdp(root.modules())
+
+
+def _refuse_hooks(root: nn.Module) -> None:
+    """Raise an error for hooks that would be lost."""
+    for name, parameter in root.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ArgumentError(
+                f"{name} has hooks and is not placed yet, and fully_shard replaces it; pass "
+                "example_inputs to sp_compiler.compile (or call the module once), and register "
+                "the hooks afterwards, by register_post_accumulate_grad_hook"
+            )
 
 
 def _refuse_mixed_dtypes(root: nn.Module, wrapped: Iterable[str]) -> None:

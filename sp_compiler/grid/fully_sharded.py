@@ -22,6 +22,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
+from sp_compiler.base.errors import UnsupportedError
+from sp_compiler.grid.same_gradients import SameGradients
 from sp_compiler.runtime.mesh_axes import EXPERT_AXIS
 from sp_compiler.runtime.parameter_gradients import mark_reduced_by_hooks
 
@@ -38,7 +40,10 @@ class FullySharded:
 
     def __init__(self, modules: Mapping[str, nn.Module], reduce: Reduce) -> None:
         self._tree = modules
-        self._reduction = _LateReduction(reduce)
+        self._groups: list[Any] = []
+        # Found once: a walk through the tree in every backward takes as long as a small layer.
+        self._compared = SameGradients(lambda: self._groups)
+        self._reduction = _LateReduction(reduce, self._compared)
         self._num_hooks = 0
         self._parameters: dict[str, Any] = {}
         self._states: list[Any] = []
@@ -57,6 +62,7 @@ class FullySharded:
 
     def finish_reduction(self) -> None:
         """Sum what FSDP has reduced outside of a backward over the tensor-parallel ranks."""
+        self._compared.compare()
         self._reduction.finish()
 
     def end_failed_backward(self) -> None:
@@ -72,6 +78,25 @@ class FullySharded:
                 self.drop_unreduced()
                 state._root_post_backward_final_callback()
                 self._reduction.abandon()
+
+    def refuse_nested_backward(self) -> None:
+        """Raise an error for a call inside a backward that has reached this module already, and
+        that has a backward of its own in there.
+
+        FSDP ends all backwards of a module once, with the outermost one, and loses gradients.
+        """
+        if torch._C._current_graph_task_id() == -1:
+            return
+        # Checkpoints that are not reentrant have one backward, and recompute under such hooks.
+        is_nested = torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        if is_nested and any(
+            s._state_ctx.post_backward_final_callback_queued for s in self._states
+        ):
+            raise UnsupportedError(
+                "a checkpoint with use_reentrant=True calls a module on a data axis whose backward "
+                "from another call of the same loss has begun: FSDP2 would lose gradients; use "
+                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )
 
     def has_unreduced(self) -> bool:
         """Return whether gathered parameters have unreduced gradients."""
@@ -131,8 +156,9 @@ class FullySharded:
     def _find(self) -> dict[str, Any]:
         modules = self._tree.values()
         self._states = [m._get_fsdp_state() for m in modules if isinstance(m, FSDPModule)]
+        self._groups = list(param_groups(modules))
         managed: dict[tuple[int, str], Any] = {}
-        for group in param_groups(self._tree.values()):
+        for group in self._groups:
             for record in group.fsdp_params:
                 info = record._module_info
                 owners = [(info.module, info.param_name)]
@@ -146,6 +172,18 @@ class FullySharded:
             for name in module._parameters
             if (id(module), name) in managed
         }
+
+
+def _refuse_hooks(record: Any) -> None:
+    """Raise an error for hooks that FSDP, past whom autograd never gets to a shard, does not run.
+
+    It runs those behind the accumulation itself.
+    """
+    if record.sharded_param._backward_hooks:
+        raise UnsupportedError(
+            f"{record._param_fqn} has a hook of register_hook(), which FSDP2 does not run; use "
+            "parameter.register_post_accumulate_grad_hook(hook), which may change parameter.grad"
+        )
 
 
 def _waiting(record: Any) -> bool:
@@ -214,8 +252,9 @@ class _LateReduction:
     record that was taken over returns the partial sum unchanged.
     """
 
-    def __init__(self, reduce: Reduce) -> None:
+    def __init__(self, reduce: Reduce, compared: SameGradients) -> None:
         self._reduce = reduce
+        self._compared = compared
         # Record to the gradient that its parameter had before this backward, in order of arrival.
         self._partial: dict[Any, DTensor | None] = {}
         self._backward = -1
@@ -235,6 +274,8 @@ class _LateReduction:
             return local if num_batches == 1 else local.div_(num_batches)
 
         def taken(grad: Tensor) -> Tensor:
+            _refuse_hooks(record)
+            self._compared.add(record)
             if not isinstance(grad, DTensor) or not any(p.is_partial() for p in grad.placements):
                 local: Tensor = reduced_at_once(grad)
                 return local

@@ -118,10 +118,10 @@ def _total_norm(
     groups: dict[_Axis, dist.ProcessGroup] = {}
     by_axes: dict[frozenset[_Axis], list[Tensor]] = {}
     for grad in grads:
-        axes = _sharded_over(grad)
+        axes = sharded_over(grad)
         groups.update(axes)
         by_axes.setdefault(frozenset(axes), []).append(_local(grad))
-    device = _communication_device(grads)
+    device = communication_device(grads)
     powers = [_sum_of_powers(parts, p, foreach).to(device) for parts in by_axes.values()]
     dtype = max((power.dtype for power in powers), default=torch.float32, key=lambda t: t.itemsize)
     keys, numbers = list(by_axes), torch.zeros(len(powers), dtype=dtype, device=device)
@@ -165,7 +165,7 @@ def _summed(grad: Tensor) -> Tensor:
     )
 
 
-def _sharded_over(grad: Tensor) -> dict[_Axis, dist.ProcessGroup]:
+def sharded_over(grad: Tensor) -> dict[_Axis, dist.ProcessGroup]:
     """Return the axes of several ranks over which ``grad`` is sharded."""
     if not isinstance(grad, DTensor):
         return {}
@@ -178,7 +178,7 @@ def _sharded_over(grad: Tensor) -> dict[_Axis, dist.ProcessGroup]:
     }
 
 
-def _communication_device(grads: Iterable[Tensor]) -> torch.device:
+def communication_device(grads: Iterable[Tensor]) -> torch.device:
     """Return the device for collectives; gradients that FSDP offloads are on another."""
     for grad in grads:
         local = _local(grad)

@@ -75,7 +75,11 @@ class WatchedGroup:
 
     def meet(self) -> None:
         """Wait for all ranks, and raise an error if one of them has failed."""
-        self._collectives.gather_numbers([0], "waits for the other parts of the data")()
+        self.gather_numbers([0], "waits for the other parts of the data")()
+
+    def gather_numbers(self, numbers: list[int], purpose: str) -> Callable[[], list[list[int]]]:
+        """Start to gather a few integers of every rank; returns a function that waits for them."""
+        return self._collectives.gather_numbers(numbers, purpose)
 
     def all_gather_single(self, output: Tensor, own: Tensor, options: Any) -> dist.Work:
         """Gather ``own`` of every rank into ``output``."""

@@ -304,7 +304,7 @@ def _compile(
         if state.fixed is None:
             _refuse_empty(state, leaves, input_names(model, args, kwargs))
         with recorded_attributes(model) as reads:
-            compiled = state.build(model, args, kwargs, state.fixed, open_dims)
+            compiled = state.build(model, args, kwargs, state.kept_placements(), open_dims)
         _note_attributes(state, reads, compiled)
     experts = frozenset(map(compiled.param_name, compiled.program.experts))
     _place(state, compiled.param_placements, experts)
@@ -368,7 +368,9 @@ def _place(
     if state.fixed is None:
         # Only now: later compilations are not the same ones on ranks that read different data.
         _compare_over_data(state, placements)
-    _compare(state, {"parameter": {n: parameters[n] for n in fresh}, "buffer": state.buffers})
+    # At first also what this program does not use: FSDP2 shards it, and checkpoints have it.
+    compared = list(parameters) if state.fixed is None else fresh
+    _compare(state, {"parameter": {n: parameters[n] for n in compared}, "buffer": state.buffers})
     for name in placements:
         if name in fixed and fixed[name] != placements[name]:
             raise ArgumentError(

@@ -132,6 +132,7 @@ class DistributedModule(Inspection, Weights):
             board.trains |= torch.is_grad_enabled()
         with group.reporting(over_data=over_data):
             # Before FSDP's hooks, and where all ranks can go on.
+            self._sp_state.fsdp.refuse_nested_backward()
             self._sp_state.fsdp.end_failed_backward()
             self._sp_state.fsdp.free_gathered()
             result = super().__call__(*args, **kwargs)

@@ -206,6 +206,14 @@ class ModuleState:
         # By the number of hooks, for ``fully_shard`` announces itself in no other way.
         return self.fsdp.parameters(self.layout.num_hooks)
 
+    def kept_placements(self) -> dict[str, Placement] | None:
+        """The placements that a compilation has to keep; ``None`` before the first one."""
+        if self.fixed is None:
+            return None
+        # FSDP gathers into the memory that a parameter had when it was applied, whole over "tp":
+        # one that no program has used yet must stay so.
+        return {**dict.fromkeys(self.managed(), I), **self.fixed}
+
     def computed_as(self) -> dict[int, tuple[torch.dtype, torch.device]]:
         """Return dtype and device, by ``id``, of managed parameters while their block runs.
 

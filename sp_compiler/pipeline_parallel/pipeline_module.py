@@ -362,11 +362,9 @@ class PipelineModule(StageParameters):
         # Empty while the first program is cut, by which it is decided what the stages hold.
         for stage, held in zip(stages, self._held, strict=False):
             if missing := sorted(stage.parameters - held):
-                raise UnsupportedError(
-                    f"an output of the model needs {missing[:3]}, which the loss does not need and "
-                    "no stage holds: use eval_loss(...), or sp_compiler.pipeline(..., "
-                    "return_outputs=True)"
-                )
+                # Without outputs that are left out of a step, or with those of each step.
+                by_inputs = self._state.loss_only or self._return_outputs
+                raise UnsupportedError(_not_held(missing, by_inputs=by_inputs))
 
     def _state_bytes(self, size: ParameterSize) -> float:
         data = self._state.group.data
@@ -379,3 +377,16 @@ class PipelineModule(StageParameters):
             for compiled in filter(None, (stage.compiled, stage.rest)):
                 compile_kernels(self._state.agreement, compiled)
         return StageRunner(stages, self._state, self._axis, self._schedule, self._microbatches)
+
+
+def _not_held(missing: Sequence[str], *, by_inputs: bool) -> str:
+    """Return the text of an error about parameters that no stage holds."""
+    if by_inputs:
+        return (
+            f"these inputs need {missing[:3]}, which the example_inputs did not need and no stage "
+            "holds: pass sp_compiler.pipeline an example that needs them"
+        )
+    return (
+        f"an output of the model needs {missing[:3]}, which the loss does not need and no stage "
+        "holds: use eval_loss(...), or sp_compiler.pipeline(..., return_outputs=True)"
+    )

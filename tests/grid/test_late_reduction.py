@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sp_compiler.grid.fully_sharded import _LateReduction
+from sp_compiler.grid.same_gradients import SameGradients
 
 
 def _record(grad: float | None) -> Any:
@@ -28,7 +29,7 @@ def test_what_was_there_is_not_summed_again() -> None:
     def doubled(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         return [None if grad is None else 2 * grad for grad in grads]
 
-    late = _LateReduction(doubled)
+    late = _LateReduction(doubled, SameGradients(list))
     records = [_record(3.0), _record(5.0), _record(None)]
     earlier = [_gradient(1.0), None, _gradient(7.0)]
     late._partial = dict(zip(map(_Identity, records), earlier, strict=True))
@@ -41,7 +42,7 @@ def test_what_was_there_is_not_summed_again() -> None:
 
 
 def test_what_was_there_outlives_a_backward_that_raised() -> None:
-    late = _LateReduction(lambda grads: [*grads])
+    late = _LateReduction(lambda grads: [*grads], SameGradients(list))
     records = [_record(None), _record(5.0)]
     earlier = [_gradient(1.0), None]
     late._partial = dict(zip(map(_Identity, records), earlier, strict=True))

@@ -160,6 +160,18 @@ def test_an_optimizer_made_too_early() -> None:
         module(batch())
 
 
+@pytest.mark.parametrize("tp", [slow(1), 2])
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters_that_fsdp_replaces(tp: int, kind: str) -> None:
+    module = sp_compiler.compile(net(), mesh=_mesh(dp_shard=8 // tp, tp=tp))
+    handle = getattr(module.get_parameter("blocks.0.up.bias"), kind)(lambda _: None)
+    with pytest.raises(ArgumentError, match=r"blocks\.0\.up\.bias has hooks.*pass example_inputs"):
+        module.prepare(batch())
+    handle.remove()
+    module.prepare(batch())
+    assert isinstance(module, FSDPModule)
+
+
 def test_left_to_the_user() -> None:
     module = sp_compiler.compile(
         net(), mesh=_mesh(dp_shard=4, tp=2), example_inputs=((batch(),), {}), fsdp=False

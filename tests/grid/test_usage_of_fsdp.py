@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import sp_compiler
 from sp_compiler import RankMismatchError, UnsupportedError
@@ -130,6 +131,44 @@ def hooks_see_full_gradients() -> None:
     model(batch())["loss"].backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(seen[name], parameter.grad, rtol=1e-9, atol=1e-12)
+
+
+def hooks_that_fsdp_does_not_run_are_refused() -> None:
+    """Of a parameter in a block and of one outside, in a backward after which others go on."""
+    for data in ("dp_shard", "dp_replicate"):
+        module, model, x = _compiled(data), net(), _own(_mesh(data), batch())
+        for name in ("blocks.0.up.weight", "head.bias"):
+            handle = module.get_parameter(name).register_hook(lambda grad: 2 * grad)
+            with pytest.raises(UnsupportedError, match=rf"{name} has a hook .*post_accumulate"):
+                module(x)["loss"].backward()
+            handle.remove()
+        module.zero_grad()
+        module(x)["loss"].backward()
+        model(batch())["loss"].backward()
+        _assert_gradients(module, model)
+
+
+def checkpoints_around_the_module() -> None:
+    """Beside another call in the same loss; those with a backward of their own before it only."""
+    module, x = _compiled(), [_own(_mesh(), batch(seed=seed)) for seed in range(2)]
+
+    def loss(one: Any, x: Tensor, use_reentrant: bool) -> Tensor:
+        shift = torch.zeros((), dtype=x.dtype, requires_grad=True)
+        run = lambda x, shift: one(x)["loss"] + shift  # noqa: E731
+        return checkpoint(run, x, shift, use_reentrant=use_reentrant)  # type: ignore[no-any-return]
+
+    with pytest.raises(UnsupportedError, match="use_reentrant=False"):
+        (loss(module, x[0], True) + module(x[1])["loss"]).backward()
+    for first, second in ((None, True), (None, False), (False, None), (True, True)):
+        module.zero_grad()
+        model = net()
+        for one, inputs in ((module, x), (model, [batch(seed=seed) for seed in range(2)])):
+            parts = [
+                one(part)["loss"] if kind is None else loss(one, part, kind)
+                for part, kind in zip(inputs, (first, second), strict=True)
+            ]
+            (parts[0] + parts[1]).backward()
+        _assert_gradients(module, model)
 
 
 def frozen_parameters_have_no_gradients() -> None:
@@ -288,6 +327,8 @@ _CHECKS = [
     what_it_marks_modules_with_compiles_nothing_anew,
     the_switch_is_fsdps_own_too,
     hooks_see_full_gradients,
+    hooks_that_fsdp_does_not_run_are_refused,
+    checkpoints_around_the_module,
     frozen_parameters_have_no_gradients,
     root_alone_and_other_sizes,
     the_largest_gradient_is_nan_wherever_it_lies,

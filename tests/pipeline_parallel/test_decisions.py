@@ -60,3 +60,28 @@ def test_numbers_of_buffers_that_are_written() -> None:
     message = r"buffer 'num_calls', which it also writes: .* pass it as an argument"
     with fake_group(1), pytest.raises(UnsupportedError, match=message):
         _pipeline(torch.rand(4, 8), counts=True)
+
+
+class _Fed(nn.Module):
+    """Has a layer for an input that may be missing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh())])
+        self.fed = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, more: Tensor | None = None) -> dict[str, Tensor]:
+        y = self.layers[0](x)
+        return {"loss": (y if more is None else y + self.fed(more)).square().mean()}
+
+
+def test_inputs_that_need_parameters_which_the_example_did_not() -> None:
+    x = torch.rand(4, 8)
+    with fake_group(1):
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("pp",))
+        pipeline: Any = sp_compiler.pipeline(
+            _Fed(), mesh=mesh, example_inputs=((x,), {}), microbatches=2
+        )
+        with pytest.raises(UnsupportedError, match=r"inputs need \['fed.bias'.*an example that"):
+            pipeline.step(x, more=x)
+        pipeline.step(x)

@@ -1,10 +1,5 @@
 """Patches of PyTorch's DTensor for an ordinary training loop.
 
-``torch.amp.GradScaler`` checks all gradients of one dtype in one operation. DTensor reduces its
-result over the ranks according to the *first* gradient's placement: if that one is replicated and
-others are sharded, a single rank may skip its step, and the parameters silently diverge. Checking
-sharded gradients first makes the result the same on every rank.
-
 A fused optimizer step is one kernel over lists of parameters, gradients and moments, element by
 element. DTensor derives the placement of each of them anew at every step, which takes longer than
 the step of a small model, and refuses lists of several meshes. Where a parameter's gradient and
@@ -69,6 +64,7 @@ from sp_compiler.module.dtensors.gathered_views import (
     write_through_views,
     write_whole,
 )
+from sp_compiler.module.dtensors.overflows import find_overflows_of_all_ranks
 from sp_compiler.module.dtensors.plain_operands import take_plain_operands
 
 _FUSED_STEPS = tuple(
@@ -115,17 +111,16 @@ _OVER_ALL_DIMS = tuple(
     )
 )
 _MEAN, _SUM = 1, 2  # of ATen's enum Reduction
-_OPERATION = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
 def patch_dtensors() -> None:
     """Install all patches of DTensor, for the process; a second call does nothing."""
-    check_sharded_gradients_first()
     convolve_whole_dims()
     divide_by_all_elements()
     divide_by_whole_sums()
     draw_whole_tensors()
     fill_pending_sums()
+    find_overflows_of_all_ranks()
     format_as_numbers()
     read_true_numbers()
     scan_whole_dims()
@@ -133,15 +128,6 @@ def patch_dtensors() -> None:
     reduce_all_dims()
     take_plain_operands()
     write_through_views()
-
-
-def check_sharded_gradients_first() -> None:
-    """Install this order for the process; a second call does nothing."""
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    installed = handlers[_OPERATION]
-    if isinstance(installed, _ShardedFirst):
-        return
-    handlers[_OPERATION] = _ShardedFirst(installed)
 
 
 @functools.cache
@@ -230,18 +216,6 @@ def scan_whole_dims() -> None:
         return [([where], [where, None]) for where in (Replicate(), *others)]
 
 
-class _ShardedFirst:
-    def __init__(self, handler: Any) -> None:
-        self._handler = handler
-
-    def __call__(
-        self, operation: Any, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> object:
-        grads = cast("Sequence[Tensor]", args[0])
-        ordered = sorted(grads, key=_is_replicated)
-        return self._handler(operation, (ordered, *args[1:]), kwargs)
-
-
 def _convolve(
     handler: Any, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> object:
@@ -264,10 +238,6 @@ def _whole_from(x: DTensor, dim: int) -> DTensor:
     if places == list(x.placements):
         return x
     return cast(DTensor, x.detach()).redistribute(placements=places)  # detached as in full_value
-
-
-def _is_replicated(grad: Tensor) -> bool:
-    return isinstance(grad, DTensor) and all(where.is_replicate() for where in grad.placements)
 
 
 @torch.no_grad()

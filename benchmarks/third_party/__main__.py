@@ -58,6 +58,9 @@ PAGE = _ROOT / "docs" / "third_party.md"
 _RANKS = 2
 # Of the largest gradient. Models that compute in float32 whatever they are given round so.
 _EXACT, _OWN_CASTS = 1e-9, 1e-6
+# How many times the change by one rounding of each weight an error may be: there are more
+# operators, each with its own, than weights.
+_ROUNDINGS = 10
 _HEAD = """# Models of other packages
 
 Written by `python -m benchmarks.third_party --write` from real runs; not edited by hand.
@@ -72,7 +75,9 @@ unable to run.
 
 - *right*: the loss and all gradients agree within 1e-9 of the largest gradient. Of a model that
   itself computes in float32, which rounds what follows: within 1e-6, or within 1e-9 once its casts
-  are to float64. *WRONG*: they do not. *refused*: the compiler raised the error in the last column.
+  are to float64. Of one that is ill-conditioned: within ten times what its own gradients change by
+  if each weight is rounded another way. *WRONG*: they do not. *refused*: the compiler raised the
+  error in the last column.
 - *error*: the largest difference, relative to the largest gradient, or to the loss.
 - *FLOPs*, *parameters*: the sharded share of the forward's matrix-product FLOPs, and of the bytes
   of parameters with two or more dims.
@@ -148,6 +153,10 @@ def run(entry: Entry) -> Record:
         lifted = _error_without_casts(model, inputs)
         right = lifted < _EXACT
         note = "; ".join(filter(None, [mode, f"{lifted:.0e} without its casts to float32"]))
+    elif not right:
+        rounded = _error_of_rounded_weights(model, inputs, true)
+        right = error < _ROUNDINGS * rounded
+        note = "; ".join(filter(None, [mode, f"{rounded:.0e} with weights rounded another way"]))
     return Record(
         version,
         "right" if right else "WRONG",
@@ -165,6 +174,22 @@ def _error_without_casts(model: nn.Module, inputs: dict[str, Any]) -> float:
     case = parity.make_case(model, inputs, lift_casts=True)
     step = parity.simulate(case, parity.compiled(case, tp=_RANKS))
     return parity.gradient_error(step.grads, case.grads, floor=1e-3)
+
+
+def _error_of_rounded_weights(
+    model: nn.Module, inputs: dict[str, Any], true: dict[str, Tensor | None]
+) -> float:
+    """Return by how much eager gradients change if each weight is the number next to it."""
+    eager = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in eager.parameters():
+            up = torch.rand(parameter.shape, generator=generator) < 0.5
+            ends = torch.where(up, torch.inf, -torch.inf).to(parameter.dtype)
+            parameter.copy_(parameter.nextafter(ends))
+    eager(**inputs).backward()
+    grads = {name: parameter.grad for name, parameter in eager.named_parameters()}
+    return parity.gradient_error(grads, true, floor=1e-3)
 
 
 def prepared(entry: Entry) -> tuple[nn.Module, dict[str, Any], str]:

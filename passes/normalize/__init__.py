@@ -25,7 +25,7 @@ import torch
 from torch.fx import Graph, Node
 
 from sp_compiler.base.pass_report import Pass
-from sp_compiler.base.provenance import layer_of, mark_unlisted_layers
+from sp_compiler.base.provenance import layer_of
 from sp_compiler.ir.captured import Captured
 from sp_compiler.ir.fx import arguments, calls, is_call, shape_of
 from sp_compiler.ir.rewriting import (
@@ -44,6 +44,7 @@ from sp_compiler.passes.normalize.negative_dims import make_dims_negative
 from sp_compiler.passes.normalize.random_numbers import draw_by_counter
 from sp_compiler.passes.normalize.row_slices import slice_before_products
 from sp_compiler.passes.normalize.views import keep_token_order, shorten_view_chains
+from sp_compiler.passes.outline.unlisted import mark_unlisted_layers
 
 _ORIGIN = Pass.NORMALIZE
 _aten = torch.ops.aten
@@ -84,7 +85,7 @@ def normalize(captured: Captured, dropout: Literal["regenerate", "stored"] = "re
         UnsupportedError: random numbers that cannot be drawn by the counter-based generator.
     """
     graph = captured.module.graph
-    mark_unlisted_layers(graph)  # steps below work inside of layers
+    mark_unlisted_layers(captured)  # steps below work inside of layers
     # Assertions of the dtypes at the capture: they read values, and would keep dead ones alive.
     for node in calls(graph, _aten._assert_tensor_metadata.default):
         graph.erase_node(node)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 _INDEXED = re.compile(r"(^|\.)\d+$")
 # Behind the key of a call in ``nn_module_stack``, which nodes that replace others inherit.
 _UNLISTED = "@layer"
-
-Stack = Sequence[tuple[str, str, str]]
-"""Key, path and class of module calls, each inside the one before; no two calls have one key."""
 # A frame of a stack trace: where, and the code there, if it is known. Not those in graphs of
 # Dynamo's: by their own name, for what a user types into IPython is in no file either.
 _FRAME = re.compile(r'File "(?!<eval_with_key>).*(?:\n(?! *File ").*)?')
@@ -24,7 +21,7 @@ _FRAME = re.compile(r'File "(?!<eval_with_key>).*(?:\n(?! *File ").*)?')
 @dataclass(frozen=True)
 class Layer:
     """One use of a layer: the outermost module in an indexed container (a path ending in ``.N``),
-    or, outside of those, one that :func:`unlisted_layers` has found.
+    or, outside of those, one that :func:`mark_as_layers` was told of.
 
     Attributes:
         key: distinguishes repeated calls of one module.
@@ -40,78 +37,74 @@ class Layer:
 OUTSIDE = Layer()
 
 
+class ModuleCall(NamedTuple):
+    """One call of a module, as in ``nn_module_stack``.
+
+    Attributes:
+        key: of no other call.
+        path: of the module in the model.
+        class_name: of the module, without the name of its Python module.
+    """
+
+    key: str
+    path: str
+    class_name: str
+
+
 def is_layer(path: str) -> bool:
     """Return whether a module of this path is a layer, neither inside nor outside of layers."""
     *outside, last = path.split(".")
     return last.isdigit() and not any(map(str.isdigit, outside))
 
 
+def is_indexed(path: str) -> bool:
+    """Return whether the module of this path is one of a list."""
+    return _INDEXED.search(path) is not None
+
+
 def layer_of(node: Node) -> Layer:
     """Return the layer that ``node`` was captured in, or :data:`OUTSIDE`."""
-    # Outermost first: a layer may hold indexed modules of its own, such as experts.
-    for key, path, name in _stack(node):
-        if name == "ParametrizationList":  # indexed, but its modules compute a weight
-            return OUTSIDE
-        if _INDEXED.search(path) or key.endswith(_UNLISTED):
-            return Layer(key, path, name)
-    return OUTSIDE
+    call = layer_among(module_calls(node))
+    return OUTSIDE if call is None else Layer(*call)
 
 
-def unlisted_layers(stacks: Iterable[Stack]) -> set[str]:
-    """Return paths of the modules that are in no list and are layers because they occur several
-    times: one that the model loops over, or modules of one class side by side.
+def layer_among(
+    stack: Iterable[ModuleCall], unlisted: Collection[str] = frozenset()
+) -> ModuleCall | None:
+    """Return the call of a layer among calls that are inside of each other, ``None`` if there is
+    none.
 
-    Not those that call no other modules (an activation, a norm), nor those that have layers inside,
-    indexed modules that call others.
+    Args:
+        stack: outermost first: a layer may hold indexed modules of its own, such as experts.
+        unlisted: paths of modules in no list that are layers besides those marked.
     """
-    calls: dict[tuple[str, str], set[str]] = defaultdict(set)  # by parent and class
-    kinds: dict[str, tuple[str, str]] = {}
-    calling: set[str] = set()
-    around_layers = {""}
-    for stack in stacks:
-        paths = [path for _, path, _ in stack]
-        calling.update(paths[:-1])
-        layer = next((depth for depth, path in enumerate(paths) if _INDEXED.search(path)), None)
-        if layer is not None and layer < len(paths) - 1:
-            around_layers.update(paths[:layer])
-        for key, path, name in stack[:layer]:
-            kinds[path] = path.rpartition(".")[0], name
-            calls[kinds[path]].add(key)
-    callers = kinds.keys() & calling - around_layers
-    return {path for path in callers if len(calls[kinds[path]]) > 1}
+    for call in stack:
+        if call.class_name == "ParametrizationList":  # indexed, but its modules compute a weight
+            return None
+        if is_indexed(call.path) or call.key.endswith(_UNLISTED) or call.path in unlisted:
+            return call
+    return None
 
 
-def count_layers(stacks: Sequence[Stack]) -> int:
-    """Return how many calls of layers there are."""
-    unlisted = unlisted_layers(stacks)
-    calls = (
-        next((key for key, path, _ in stack if _INDEXED.search(path) or path in unlisted), None)
-        for stack in stacks
-    )
-    return len({key for key in calls if key is not None})
+def mark_as_layers(node: Node, paths: Collection[str]) -> None:
+    """Let :func:`layer_of` take calls of modules with these paths for layers, also of the nodes
+    that will replace ``node``."""
+    stack = node.meta["nn_module_stack"]
+    node.meta["nn_module_stack"] = {
+        f"{call.key.removesuffix(_UNLISTED)}{_UNLISTED}" if call.path in paths else key: entry
+        for call, (key, entry) in zip(module_calls(node), stack.items(), strict=True)
+    }
 
 
-def mark_unlisted_layers(graph: Graph) -> None:
-    """Let :func:`layer_of` take the :func:`unlisted_layers` of a captured ``graph`` for layers."""
-    stacks = {node: _stack(node) for node in graph.nodes}
-    layers = unlisted_layers(stacks.values())
-    for node, stack in stacks.items():
-        if not layers.isdisjoint(path for _, path, _ in stack):
-            entries = node.meta["nn_module_stack"].values()
-            node.meta["nn_module_stack"] = {
-                f"{key.removesuffix(_UNLISTED)}{_UNLISTED}" if path in layers else key: entry
-                for (key, path, _), entry in zip(stack, entries, strict=True)
-            }
-
-
-def _stack(node: Node) -> Stack:
-    stack = []
+def module_calls(node: Node) -> list[ModuleCall]:
+    """Return the calls of modules that ``node`` was captured in, outermost first."""
+    calls = []
     for key, (path, module_class) in (node.meta.get("nn_module_stack") or {}).items():
         # torch.export writes the class as text, Dynamo as the class itself.
         name = module_class if isinstance(module_class, str) else module_class.__name__
         # "@1" marks the second call of a module that is called twice.
-        stack.append((str(key), path.split("@")[0], name.rsplit(".", 1)[-1]))
-    return stack
+        calls.append(ModuleCall(str(key), path.split("@")[0], name.rsplit(".", 1)[-1]))
+    return calls
 
 
 def node_origin(node: Node) -> str:

@@ -65,27 +65,25 @@ def sharing_elements(tensors: Iterable[Tensor]) -> list[Tensor]:
 def share_elements(first: Tensor, second: Tensor) -> bool:
     """Return whether two tensors have an element in common.
 
-    Of unequal strides a tensor counts up to its last element. Parts of one storage, such as
-    gradients of fused linears, have none.
+    If strides or sizes of an element differ, a tensor counts up to its last element. Parts of one
+    storage, such as gradients of fused linears, have none.
     """
     if first.layout != torch.strided or second.layout != torch.strided:  # has no storage
         return False
     if first.untyped_storage()._cdata != second.untyped_storage()._cdata:
         return False
-    (start, stop), (other_start, other_stop) = map(extent, (first, second))
-    if start >= other_stop or other_start >= stop:
+    if not first.numel() or not second.numel():
         return False
-    return first.stride() != second.stride() or _is_reached(
-        other_start - start,
-        sorted(
-            (
-                (step, int(up) - 1, int(down) - 1)
-                for step, up, down in zip(first.stride(), first.shape, second.shape, strict=True)
-                if step
-            ),
-            reverse=True,
-        ),
-    )
+    (start, stop), (other_start, other_stop) = map(extent, (first, second))
+    # Views may have other elements than their base, such as parts of complex numbers.
+    size, other_size = first.dtype.itemsize, second.dtype.itemsize
+    if start * size >= other_stop * other_size or other_start * other_size >= stop * size:
+        return False
+    if size != other_size or first.stride() != second.stride():
+        return True
+    steps = zip(first.stride(), first.shape, second.shape, strict=True)
+    counts = [(step, int(up) - 1, int(down) - 1) for step, up, down in steps if step]
+    return _is_reached(other_start - start, sorted(counts, reverse=True))
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:

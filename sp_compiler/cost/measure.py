@@ -63,7 +63,7 @@ def profile(
         The measured profile.
 
     Raises:
-        ArgumentError: ``interconnect`` is no profile, ``path`` is none of a file that can be made,
+        ArgumentError: ``interconnect`` is no profile, ``path`` cannot be a file,
             this process has no such ``device``, or ``group`` is no process group.
     """
     _check_path(path)

@@ -18,9 +18,10 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from sp_compiler.base.errors import ArgumentError
-from sp_compiler.base.provenance import Stack, count_layers, is_layer
+from sp_compiler.base.provenance import ModuleCall, is_layer
 from sp_compiler.base.units import bytes_text
 from sp_compiler.cost.model_state import ADAMW_MOMENTS
+from sp_compiler.passes.outline.unlisted import count_possible_layers
 from sp_compiler.pipeline_parallel.microbatch_recompute import Places
 from sp_compiler.pipeline_parallel.stage_memory import StageMemory
 from sp_compiler.planning.data import CallPlan, ParameterSize
@@ -66,11 +67,11 @@ def check_layers(
 
     tensors = {name: fake(value) for name, value in _named_once(model)}
     inputs = pytree.tree_map_only(Tensor, fake, (tuple(args), {**kwargs}))
-    running: list[tuple[str, str, str]] = []
-    stacks: list[Stack] = []
+    running: list[ModuleCall] = []
+    stacks: list[Sequence[ModuleCall]] = []
 
     def enter(module: nn.Module, _: Any) -> None:
-        running.append((str(len(stacks)), paths[module], type(module).__name__))
+        running.append(ModuleCall(str(len(stacks)), paths[module], type(module).__name__))
         stacks.append(tuple(running))
 
     def leave(*_: Any) -> None:
@@ -89,7 +90,7 @@ def check_layers(
             functional_call(model, tensors, *inputs, tie_weights=False)
     except Exception:  # of the model's own code
         return
-    _check_layers(count_layers(stacks), num_stages)
+    _check_layers(count_possible_layers(stacks), num_stages)
 
 
 def _named_once(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

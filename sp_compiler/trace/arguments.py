@@ -82,9 +82,7 @@ def checked_inputs(model: Any, example_inputs: Any) -> tuple[tuple[Any, ...], di
         )
     # Copies, for a caller may go on to change its own.
     args, kwargs = tuple(example_inputs[0]), dict(example_inputs[1])
-    # A hook may make what forward takes of what it does not.
-    if not model._forward_pre_hooks:
-        _check_arguments(model.forward, args, kwargs)
+    _check_arguments(model.forward, args, kwargs)
     return args, kwargs
 
 

@@ -1,5 +1,5 @@
-"""Modules in no list that occur several times, in a loop or side by side, are layers; near misses
-are not."""
+"""Blocks in no list that go on from each other, in a loop or one behind the other, are layers; near
+misses are not."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from tests.passes.test_outline import outlined
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 _SIZE = 8
+_LINEARS_OF_INNER = [f"inner.mlp.{index}" for index in range(3)]
+_LINEARS = [f"inner.first.mlp.{index}" for index in range(3)]
 
 
 class _Block(nn.Module):
@@ -69,6 +71,81 @@ def _line() -> nn.Module:
     return _Named(only=nn.Linear(_SIZE, _SIZE))
 
 
+class _Beside(nn.Module):
+    """Modules of one class that all take the same, as queries, keys and values do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = _line(), _line()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.left(x) * self.right(x)
+        return result
+
+
+class _Cell(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.old, self.new = nn.Linear(_SIZE, _SIZE), nn.Linear(_SIZE, _SIZE)
+
+    def forward(self, x: Tensor, state: Tensor) -> Tensor:
+        return (self.old(state) + self.new(x)).tanh()
+
+
+class _Recurrent(nn.Module):
+    """A cell that takes a token each time: its loop is over the tokens, not into the depth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = _Cell()
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.zeros_like(x[:, 0])
+        for token in x.unbind(1):
+            state = self.cell(token, state)
+        return state
+
+
+class _WithShared(nn.Module):
+    """A block that is called before the layers, and by them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = _line()
+        self.layers = nn.ModuleList(_Calling() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(6):
+            x = self.shared(x)
+        for layer in self.layers:
+            x = layer(x, self.shared)
+        return x
+
+
+class _Calling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(_SIZE, _SIZE)
+
+    def forward(self, x: Tensor, other: nn.Module) -> Tensor:
+        result: Tensor = other(self.line(x))
+        return result
+
+
+class _Wide(nn.Module):
+    """Most of what it computes is no repeated block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = _line(), _line()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.first(x))
+        for _ in range(9):
+            x = x.sin() * x
+        return x
+
+
 class _Model(nn.Module):
     """``inner`` between two linear maps, called ``times`` times."""
 
@@ -90,7 +167,7 @@ class _Model(nn.Module):
         (_Block, 3, ["", "inner", "inner", "inner", ""]),
         (lambda: nn.Sequential(_Block()), 2, ["", "inner.0", "inner.0", ""]),
         # Called once: its list is one of layers.
-        (_Block, 1, ["", "inner.mlp.0", "inner.mlp.1", "inner.mlp.2", ""]),
+        (_Block, 1, ["", *_LINEARS_OF_INNER, ""]),
         (_Norm, 3, [""]),
         # Its layers are layers, and what it does behind them is glue.
         (
@@ -105,17 +182,24 @@ class _Model(nn.Module):
         ),
         # The outermost that occurs several times.
         (lambda: _Named(first=_Block(), second=_Block()), 2, ["", "inner", "inner", ""]),
-        # Side by side, but each of its own class: one list of linear maps behind another.
-        (
-            lambda: _Named(first=_Block(), second=_line()),
-            1,
-            ["", "inner.first.mlp.0", "inner.first.mlp.1", "inner.first.mlp.2", ""],
-        ),
+        # Side by side, but each of its own class.
+        (lambda: _Named(first=_Block(), second=_line()), 1, ["", *_LINEARS, ""]),
         (lambda: _Named(first=nn.Linear(_SIZE, _SIZE), second=nn.Linear(_SIZE, _SIZE)), 1, [""]),
+        # What is in them are layers already.
+        (
+            lambda: _Named(first=nn.Sequential(nn.Tanh()), second=nn.Sequential(nn.Sigmoid())),
+            1,
+            ["", "inner.first.0", "inner.second.0", ""],
+        ),
+        (_Beside, 1, [""]),
+        (_Recurrent, 1, [""]),
+        (_WithShared, 1, ["", "inner.layers.0", "inner.layers.1", ""]),
+        (_Wide, 1, [""]),
     ],
     ids=[
         *("block", "in a list", "once", "calls no module", "has layers"),
-        *("side by side", "side by side, in a loop", "of two classes", "calling no modules"),
+        *("one behind the other", "the same, in a loop", "of two classes", "calling no modules"),
+        *("lists", "side by side", "by token", "called by layers", "a small part"),
     ],
 )
 def test_what_is_a_layer(inner: Callable[[], nn.Module], times: int, calls: list[str]) -> None:
@@ -133,7 +217,7 @@ def test_what_is_a_layer(inner: Callable[[], nn.Module], times: int, calls: list
             1,
         ),
     ],
-    ids=["in a loop", "side by side"],
+    ids=["in a loop", "one behind the other"],
 )
 def test_they_are_compiled_and_recomputed_as_in_a_list(
     alone: Callable[[], nn.Module], listed: Callable[[], nn.Module], times: int
@@ -158,7 +242,7 @@ def test_they_are_compiled_and_recomputed_as_in_a_list(
         (_Model(_Named(first=_line(), second=_line()), 1), 2),
         (_Model(_Norm(), 3), 0),
     ],
-    ids=["in a loop", "side by side", "no layer"],
+    ids=["in a loop", "one behind the other", "no layer"],
 )
 def test_stages_of_a_pipeline_begin_at_them(model: nn.Module, num_layers: int) -> None:
     x = torch.randn(2, 3, 4)

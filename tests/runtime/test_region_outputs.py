@@ -85,6 +85,7 @@ _DISJOINT: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
     "rows": lambda y: (y[0], y[1:]),
     "columns": lambda y: (y[:, :3], y[:, 3:]),
     "every second": lambda y: (y[:, ::2], y[:, 1::2]),
+    "none at all": lambda y: (y, y[:0], y[:, 1:1]),
 }
 
 
@@ -118,3 +119,7 @@ def test_common_elements_are_found() -> None:
     # Of unequal strides all memory between a view's ends counts as its own.
     assert not share_elements(base[:8], base[8:32:3])
     assert share_elements(base[::2], base[1::4])
+    numbers = torch.zeros(8)
+    complex_numbers = torch.view_as_complex(numbers.view(4, 2))
+    assert share_elements(complex_numbers[:2], numbers[2:])
+    assert not share_elements(complex_numbers[:2], numbers[4:])

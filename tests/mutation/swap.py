@@ -19,8 +19,8 @@ def swap(path: str, source: str, mutated: str) -> bool:
         mutated: as many lines.
 
     Returns:
-        Whether that is the whole difference: what a module or a class computes while it is loaded
-        cannot be changed afterwards.
+        Whether that is the whole difference, and was made: what a module or a class computes while
+        it is loaded cannot be changed afterwards.
     """
     before, after = _codes(path, source), _codes(path, mutated)
     if before.keys() != after.keys():
@@ -28,12 +28,18 @@ def swap(path: str, source: str, mutated: str) -> bool:
     changed = {key for key, code in before.items() if _own(code) != _own(after[key])}
     if any(not before[key].co_flags & inspect.CO_OPTIMIZED for key in changed):
         return False
-    for function in gc.get_objects():
-        if isinstance(function, FunctionType) and function.__code__.co_filename == path:
-            code = after.get(_key(function.__code__))
-            if code is not None:
-                function.__code__ = code
-    return True
+    gc.unfreeze()  # what tests have frozen is not among the objects
+    loaded = [
+        each
+        for each in gc.get_objects()
+        # Not isinstance, which asks some objects of torch for their class, and they warn.
+        if type(each) is FunctionType and each.__code__.co_filename == path
+    ]
+    for function in loaded:
+        code = after.get(_key(function.__code__))
+        if code is not None:
+            function.__code__ = code
+    return bool(loaded)
 
 
 def _codes(path: str, source: str) -> dict[_Key, CodeType]:

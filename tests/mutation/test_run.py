@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 from pathlib import Path
 
@@ -32,6 +33,7 @@ def test_a_draw_is_the_same_every_time_and_reaches_every_folder() -> None:
     assert {mutant.path.split("/")[1] for mutant in draw} == {"solve", "base"}
 
 
+@pytest.mark.usefixtures("nothing_frozen")
 def test_loaded_functions_take_the_code_of_a_mutation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -53,9 +55,11 @@ class Adder:
     monkeypatch.syspath_prepend(tmp_path)
     module = importlib.import_module("mutated_here")
     inside, add = module.inside, module.Adder(2).to
+    gc.freeze()
     assert swap(str(path), source, source.replace("< LIMIT", "<= LIMIT").replace("+", "-"))
     assert (inside([2, 3, 4]), add(5)) == ([2, 3], 3)
     assert not swap(str(path), source, source.replace("LIMIT = 3", "LIMIT = 4"))
+    assert not swap(f"{path}.copy", source, source.replace("< LIMIT", "<= LIMIT"))
 
 
 def test_known_survivors_are_still_there() -> None:

@@ -45,6 +45,7 @@ class Layer(nn.Module):
         self.q, self.k, self.v, self.o, self.gate = (nn.Linear(_SIZE, _SIZE) for _ in range(5))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.to(self.gate.weight.dtype)
         h = self.norm(x)
         names = ("v", "k", "q") if self.turned else ("q", "k", "v")
         heads = {name: getattr(self, name)(h) for name in names}
@@ -166,6 +167,15 @@ def test_layers_that_differ_in_a_number_or_in_wiring_stay_two(
     """In the same order, where their texts differ, and in another, where no node matches."""
     _, program = outlined(_model(Layer(), Layer(turned, **difference)), _input())
     assert _layers(program) == ["Layer", "Layer2"]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_dtypes_stay_apart(turned: bool) -> None:
+    """In the dtype of what comes in alone, too."""
+    model = _model(Layer(), Layer(turned), Layer(turned))
+    model.layers[1].double()
+    model.layers[2].double()
+    assert _layers(outlined(model, _input())[1]) == ["Layer", "Layer2", "Layer3"]
 
 
 @pytest.mark.parametrize("turned", [False, True])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch.fx import Graph, Node
 
-from sp_compiler.base.provenance import OUTSIDE, Layer, layer_of
+from sp_compiler.base.provenance import OUTSIDE, ModuleCall, layer_of
 from sp_compiler.base.python_text import identifier
 from sp_compiler.ir.fx import ancestors, is_getitem
 
@@ -19,7 +19,7 @@ TABLES = "Tables"
 class Piece:
     """Consecutive nodes that become one call."""
 
-    layer: Layer
+    layer: ModuleCall
     nodes: list[Node] = field(default_factory=list)
     name: str = ""
 
@@ -37,7 +37,7 @@ def pieces_of(graph: Graph, fixed: Collection[Node] | None) -> list[Piece]:
     """
     nodes = [node for unit in _units(graph.nodes) for node in unit]
     # The parts of a split belong where the split does, whatever module unpacked them.
-    layers: dict[Node, Layer] = {}
+    layers: dict[Node, ModuleCall] = {}
     for node in nodes:
         layers[node] = layers[node.args[0]] if is_getitem(node) else layer_of(node)
     after_layer: set[Node] = set()
@@ -81,7 +81,7 @@ def _units(nodes: Iterable[Node]) -> list[list[Node]]:
     return list(units.values())
 
 
-def _with_enclosed_glue(layers: list[Layer]) -> list[Layer]:
+def _with_enclosed_glue(layers: list[ModuleCall]) -> list[ModuleCall]:
     """Assign glue between two pieces of the same layer to that layer."""
     # Of each node the nearest layers on both sides, in one sweep each.
     following = OUTSIDE

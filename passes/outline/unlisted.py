@@ -31,7 +31,7 @@ _OWN = ("param", "buffer", "constant")
 def mark_unlisted_layers(captured: Captured) -> None:
     """Let :func:`~sp_compiler.base.provenance.layer_of` take such modules for layers."""
     nodes = [node for node in captured.module.graph.nodes if node.op == "call_function"]
-    stacks = {node: module_calls(node) for node in nodes}
+    stacks = {node: [*module_calls(node)] for node in nodes}
     kinds = _kinds(stacks.values())
     sources = zip(captured.placeholders, captured.refs, strict=True)
     weights = {node for node, ref in sources if ref.kind in _OWN}

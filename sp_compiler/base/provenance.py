@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 from torch.fx import Node
@@ -16,25 +15,6 @@ _UNLISTED = "@layer"
 # A frame of a stack trace: where, and the code there, if it is known. Not those in graphs of
 # Dynamo's: by their own name, for what a user types into IPython is in no file either.
 _FRAME = re.compile(r'File "(?!<eval_with_key>).*(?:\n(?! *File ").*)?')
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One use of a layer: the outermost module in an indexed container (a path ending in ``.N``),
-    or, outside of those, one that :func:`mark_as_layers` was told of.
-
-    Attributes:
-        key: distinguishes repeated calls of one module.
-        path: path of the module in the model; "" for everything outside layers.
-        class_name: class of the module.
-    """
-
-    key: str = ""
-    path: str = ""
-    class_name: str = ""
-
-
-OUTSIDE = Layer()
 
 
 class ModuleCall(NamedTuple):
@@ -51,6 +31,10 @@ class ModuleCall(NamedTuple):
     class_name: str
 
 
+OUTSIDE = ModuleCall("", "", "")
+"""Stands for what is in no layer."""
+
+
 def is_layer(path: str) -> bool:
     """Return whether a module of this path is a layer, neither inside nor outside of layers."""
     *outside, last = path.split(".")
@@ -62,10 +46,13 @@ def is_indexed(path: str) -> bool:
     return _INDEXED.search(path) is not None
 
 
-def layer_of(node: Node) -> Layer:
-    """Return the layer that ``node`` was captured in, or :data:`OUTSIDE`."""
-    call = layer_among(module_calls(node))
-    return OUTSIDE if call is None else Layer(*call)
+def layer_of(node: Node) -> ModuleCall:
+    """Return the use of a layer that ``node`` was captured in, or :data:`OUTSIDE`.
+
+    A layer is the outermost module in an indexed container (a path ending in ``.N``), or, outside
+    of those, one that :func:`mark_as_layers` was told of.
+    """
+    return layer_among(module_calls(node)) or OUTSIDE
 
 
 def layer_among(
@@ -96,15 +83,13 @@ def mark_as_layers(node: Node, paths: Collection[str]) -> None:
     }
 
 
-def module_calls(node: Node) -> list[ModuleCall]:
-    """Return the calls of modules that ``node`` was captured in, outermost first."""
-    calls = []
+def module_calls(node: Node) -> Iterator[ModuleCall]:
+    """Yield the calls of modules that ``node`` was captured in, outermost first."""
     for key, (path, module_class) in (node.meta.get("nn_module_stack") or {}).items():
         # torch.export writes the class as text, Dynamo as the class itself.
         name = module_class if isinstance(module_class, str) else module_class.__name__
         # "@1" marks the second call of a module that is called twice.
-        calls.append(ModuleCall(str(key), path.split("@")[0], name.rsplit(".", 1)[-1]))
-    return calls
+        yield ModuleCall(str(key), path.split("@")[0], name.rsplit(".", 1)[-1])
 
 
 def node_origin(node: Node) -> str:

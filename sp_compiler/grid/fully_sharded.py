@@ -41,7 +41,8 @@ class FullySharded:
     def __init__(self, modules: Mapping[str, nn.Module], reduce: Reduce) -> None:
         self._tree = modules
         self._groups: list[Any] = []
-        # Found once: a walk through the tree in every backward takes as long as a small layer.
+        # Found once: every step asks for them several times, and a walk through the tree takes as
+        # long as a small layer.
         self._compared = SameGradients(lambda: self._groups)
         self._reduction = _LateReduction(reduce, self._compared)
         self._num_hooks = 0
@@ -106,11 +107,8 @@ class FullySharded:
 
     def drop_unreduced(self) -> None:
         """Drop them."""
-        # Known from the calls, without which there are none. Every step's zero_grad asks, for which
-        # a walk through the tree would take as long as a small layer.
-        if not self._states:
-            return
-        for group in param_groups(self._tree.values()):
+        # Known from the calls, without which there are none.
+        for group in self._groups:
             group._partial_reduce_output = None
             drop_gathered_gradients(group)
 
@@ -149,9 +147,7 @@ class FullySharded:
         }
 
     def _off_shards(self) -> Iterator[Any]:
-        # Without the walk through the tree, as for drop_unreduced().
-        groups = param_groups(self._tree.values()) if self._states else ()
-        return (group for group in groups if not group.is_sharded)
+        return (group for group in self._groups if not group.is_sharded)
 
     def _find(self) -> dict[str, Any]:
         modules = self._tree.values()

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.module.parameters import are_held_by_modules_alone, optimizers_of
+from sp_compiler.trace.arguments import bound_call
 from sp_compiler.trace.environment import check_capturable
 
 _TAKEN = "_sp_compiler_taken"
@@ -157,14 +158,9 @@ class Original:
         Raises:
             ArgumentError: the model's forward does not take them.
         """
-        signature = inspect.signature(self.forward)
-        try:
-            bound = signature.bind(*args, **kwargs).arguments
-        except TypeError as error:
-            raise ArgumentError(
-                f"{type(self.model).__name__}: {error}; its forward takes {signature}"
-            ) from error
-        for name, parameter in signature.parameters.items():
+        call = bound_call(self.forward, args, kwargs, type(self.model).__name__)
+        bound = call.arguments
+        for name, parameter in call.signature.parameters.items():
             if parameter.kind is parameter.VAR_KEYWORD:
                 bound.update(bound.pop(name, {}))
         return bound

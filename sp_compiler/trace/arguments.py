@@ -82,21 +82,26 @@ def checked_inputs(model: Any, example_inputs: Any) -> tuple[tuple[Any, ...], di
         )
     # Copies, for a caller may go on to change its own.
     args, kwargs = tuple(example_inputs[0]), dict(example_inputs[1])
-    _check_arguments(model.forward, args, kwargs)
+    bound_call(model.forward, args, kwargs, "example_inputs")
     return args, kwargs
 
 
-def _check_arguments(
-    forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> None:
+def bound_call(
+    forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], caller: str
+) -> inspect.BoundArguments:
+    """Bind the arguments of a call of ``forward``, a model's.
+
+    Args:
+        caller: what gives the arguments, for the error.
+
+    Raises:
+        ArgumentError: ``forward`` does not take them.
+    """
     signature = inspect.signature(forward)
     try:
-        signature.bind(*args, **kwargs)
+        return signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise ArgumentError(
-            f"example_inputs: {error}; they are (args, kwargs) of a call of the model, whose "
-            f"forward takes ({', '.join(map(str, signature.parameters))})"
-        ) from None
+        raise ArgumentError(f"{caller}: {error}; the model's forward takes {signature}") from None
 
 
 def unordered_keywords(forward: Callable[..., Any]) -> Container[str] | None:

@@ -133,7 +133,7 @@ def _check(initial_weights: str, rank_timeout: float, **switches: bool) -> None:
         raise ArgumentError(
             f"initial_weights={initial_weights!r}: expected 'compare' or 'broadcast'"
         )
-    if type(rank_timeout) not in (int, float) or not rank_timeout > 0:  # NaN is refused, too
+    if type(rank_timeout) not in (int, float) or not 0 < rank_timeout < float("inf"):  # nor NaN
         raise ArgumentError(f"rank_timeout={rank_timeout!r}: expected a positive number of seconds")
     for name, value in switches.items():
         if not isinstance(value, bool):

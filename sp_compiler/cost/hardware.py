@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ class Hardware:
             one kernel of a GPU.
 
     Raises:
-        ArgumentError: a rate that is not positive, or missing dtypes or collectives.
+        ArgumentError: a rate that is not positive or not finite, or missing dtypes or collectives.
     """
 
     name: str
@@ -102,17 +103,16 @@ class Hardware:
                 f"expected {', '.join(LINK_CROSSINGS)}"
             )
         for name, rate in rates.items():
-            # Written so that NaN is refused, too.
-            if not (isinstance(rate, (int, float)) and rate > 0):
+            if not (_is_finite(rate) and rate > 0):
                 raise ArgumentError(
-                    f"hardware {self.name!r}: {name}={rate!r}: expected a positive number"
+                    f"hardware {self.name!r}: {name}={rate!r}: expected a positive, finite number"
                 )
         links = {**self.interconnect, "host": self.host, "network": self.network}
         for name, link in links.items():
-            if not (isinstance(link.latency_us, (int, float)) and link.latency_us >= 0):
+            if not (_is_finite(link.latency_us) and link.latency_us >= 0):
                 raise ArgumentError(
                     f"hardware {self.name!r}: {name}.latency_us={link.latency_us!r}: expected a "
-                    "number that is not negative"
+                    "finite number that is not negative"
                 )
 
     def flops_per_us(self, dtype: torch.dtype) -> float:
@@ -139,6 +139,11 @@ class Hardware:
     def save(self, path: str | Path) -> None:
         """Write a profile file, which ``hardware=path`` reads."""
         Path(path).write_text(_toml(self), encoding="utf-8")
+
+
+def _is_finite(value: Any) -> bool:
+    # Of an infinite rate, which takes no time, shares of a step would be NaN.
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
 
 
 def _rate(rates: Mapping[str, float], dtype: torch.dtype) -> float:

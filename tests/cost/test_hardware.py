@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -71,6 +72,13 @@ def test_what_is_no_profile(tmp_path: Path) -> None:
         Hardware("x", rates, rates, 1.0, links, link, Link(1.0, 0))
     with pytest.raises(ArgumentError, match=r"random_g_per_s=0"):
         Hardware("x", rates, rates, 1.0, links, link, link, 0)
+    with pytest.raises(ArgumentError, match=r"random_g_per_s=True: expected a positive, finite"):
+        Hardware("x", rates, rates, 1.0, links, link, link, True)
+    for key in ("latency_us", "gb_per_s"):
+        H100.save(broken)
+        broken.write_text(re.sub(rf"{key} = [\d.]+", f"{key} = inf", broken.read_text()))
+        with pytest.raises(ArgumentError, match=rf"'H100 SXM': .*{key}=inf: expected a .*finite"):
+            hardware_of(broken)
     with pytest.raises(ArgumentError, match=r"interconnect has all_gather; expected"):
         Hardware("x", rates, rates, 1.0, {"all_gather": link}, link, link)
 

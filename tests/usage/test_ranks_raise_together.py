@@ -369,6 +369,7 @@ def test_options() -> None:
         ("initial_weights", "keep"),
         ("rank_timeout", "5 s"),
         ("rank_timeout", True),
+        ("rank_timeout", float("inf")),
     ):
         with pytest.raises(sp_compiler.ArgumentError, match=f"{name}="):
             sp_compiler.compile(Net(), tp=1, **{name: value})  # type: ignore[arg-type]

@@ -135,6 +135,25 @@ class FullySharded:
             if group._training_state == TrainingState.IDLE and group.reshard_after_backward:
                 group.reshard()
 
+    def follow_dtypes(self) -> None:
+        """Gather parameters in the dtypes that their shards have been converted to.
+
+        FSDP reads dtypes once, and keeps what it has gathered into.
+        """
+        for group in self._groups:
+            # None is known before the first call.
+            converted = [
+                record
+                for record in group.fsdp_params
+                if getattr(record, "orig_dtype", record.sharded_param.dtype)
+                != record.sharded_param.dtype
+            ]
+            for record in converted:
+                record.all_gather_outputs = []
+                vars(record).pop("_unsharded_param", None)  # none in a block that never ran
+            if converted:
+                group._init_mp_dtypes()
+
     def shards(self) -> dict[int, nn.Parameter]:
         """Return the shards of parameters that are gathered now, in whole or in part, by ``id`` of
         what is in the module instead."""
@@ -155,6 +174,7 @@ class FullySharded:
         self._groups = list(param_groups(modules))
         managed: dict[tuple[int, str], Any] = {}
         for group in self._groups:
+            _keep_out_of_inference_mode(group)
             for record in group.fsdp_params:
                 info = record._module_info
                 owners = [(info.module, info.param_name)]
@@ -168,6 +188,26 @@ class FullySharded:
             for name in module._parameters
             if (id(module), name) in managed
         }
+
+
+def _keep_out_of_inference_mode(group: Any) -> None:
+    """Make an FSDP group gather in normal tensors, also for a call in ``inference_mode``.
+
+    It keeps those of the first call, and could gather into inference tensors in that mode alone.
+    """
+
+    def outside(method: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_inference_mode_enabled():
+                return method(*args, **kwargs)
+            with torch.inference_mode(False), torch.no_grad():
+                return method(*args, **kwargs)
+
+        return run
+
+    for name in ("lazy_init", "unshard", "wait_for_unshard"):
+        if name not in vars(group):
+            setattr(group, name, outside(getattr(group, name)))
 
 
 def _refuse_hooks(record: Any) -> None:

@@ -166,7 +166,15 @@ class DistributedModule(Inspection, Weights):
     forward = SignedForward(_forward)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DistributedModule:
+        fsdp = self._sp_state.fsdp
+        if fsdp.has_unreduced():
+            raise UnsupportedError(
+                "the module is converted or moved (module.to) while gradients on a data axis are "
+                "put off by no_sync(), which FSDP2 keeps as they are: run the last microbatch's "
+                "backward outside of no_sync() first, or drop them by module.zero_grad()"
+            )
         super()._apply(fn, recurse)
+        fsdp.follow_dtypes()
         # What moves parameters makes new local parts, without room for padding behind them.
         for parameter, placement in self._sp_state.stored():
             # FSDP pads its parts of a part as it needs them.

@@ -129,6 +129,28 @@ def _logits() -> None:
     torch.testing.assert_close(outputs.logits.full_tensor(), expected.logits)
 
 
+def _full_logits() -> None:
+    """Where full ones are asked for, on the ranks of the last stage."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    batch = zoo.inputs("llama", batch=2 * MICROBATCHES)
+    pipeline = sp_compiler.pipeline(
+        zoo.build("llama", layers=2),
+        mesh=mesh,
+        example_inputs=((), batch),
+        microbatches=MICROBATCHES,
+        return_outputs=True,
+        outputs="replicate",
+    )
+    expected = zoo.build("llama", layers=2)(**batch).logits
+    if mesh.get_local_rank("pp") == 1:
+        for outputs in (pipeline.step(**batch), pipeline.eval(**batch)):
+            assert not isinstance(outputs.logits, DTensor)
+            torch.testing.assert_close(outputs.logits, expected.detach())
+    else:
+        assert pipeline.step(**batch).logits is None
+        assert pipeline.eval(**batch).logits is None
+
+
 def test_outputs_are_joined_along_the_batch_or_its_tokens() -> None:
     ids, positions = torch.zeros(2, 7, dtype=torch.long), torch.zeros(1, 5)
     lengths = batch_lengths([0.5, ids, positions])
@@ -168,6 +190,7 @@ def _both() -> None:
     _returned()
     with shared_programs():
         _logits()
+        _full_logits()
 
 
 @pytest.mark.slow

@@ -24,17 +24,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch.fx import Node
 
 from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.base.provenance import node_origin
 from sp_compiler.ir.captured import Captured
-from sp_compiler.ir.fx import descendants, shape_of
+from sp_compiler.ir.fx import descendants, is_call, reach, shape_of
+from sp_compiler.ir.op_traits import MATMULS, is_copy, is_view
 from sp_compiler.ir.rewriting import fake_mode_of, refake
 from sp_compiler.passes.expert_parallel.layers import HOW, Layer, layers_of
 from sp_compiler.passes.expert_parallel.rewrite import Rewrite
 
 __all__ = ["expert_parallel"]
+
+aten = torch.ops.aten
+_PRODUCTS = {aten.matmul.default, *MATMULS} - {aten.convolution.default}
 
 
 def expert_parallel(captured: Captured, num_ranks: int) -> None:
@@ -66,18 +71,35 @@ def expert_parallel(captured: Captured, num_ranks: int) -> None:
 
 
 def _none_found(captured: Captured, names: dict[Node, str]) -> str:
-    stacked = [name for name, (_, shape) in captured.parameters.items() if len(shape) == 3]
+    stacked = [
+        name for node, name in names.items() if len(shape_of(node)) == 3 and _multiplies(node)
+    ]
     named = [name for name in captured.parameters if "expert" in name]
     where = next(iter([*stacked, *named]), None)
-    found = (
-        "the model has no experts: leave the axis out"
-        if where is None
-        else f"the experts of module {where.rpartition('.')[0]!r} are computed in another way"
-    )
+    found = "the model has no experts: leave the axis out"
+    if where is not None:
+        path = where.rpartition(".")[0]
+        of = f"module {path!r}" if path else f"parameter {where!r}"
+        found = f"the experts of {of} are computed in another way"
     users = (user for node, name in names.items() if name == where for user in node.users)
     # The line of the model that would have to be another one.
     origin = next((f"\n{node_origin(user)}" for user in users), "")
     return f'the mesh has an axis "ep", which divides experts, and {found}. {HOW}{origin}'
+
+
+def _multiplies(weight: Node) -> bool:
+    """Return whether ``weight``, or a part of it, is the factor of a matrix product."""
+    # Filters of a convolution have three dims too, and so have positions that are added.
+    passes_on = (aten.index.Tensor, aten.index_select.default)
+    read = reach(
+        [weight],
+        lambda node: (
+            node.users
+            if node is weight or is_view(node) or is_copy(node) or is_call(node, *passes_on)
+            else ()
+        ),
+    )
+    return any(is_call(node, *_PRODUCTS) for node in read)
 
 
 def _divide(weight: Node, name: str, layers: Sequence[Layer], num_ranks: int) -> None:

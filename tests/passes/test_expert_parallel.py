@@ -323,8 +323,45 @@ def test_what_is_refused(
         _divided(make, num_ranks)
 
 
-def test_a_model_without_experts_is_refused() -> None:
-    captured = capture(nn.Linear(4, 4), (torch.zeros(2, 4),), {})
+class _Projected(nn.Module):
+    """All matrices of a parameter of the model itself on every row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.zeros(2, 4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bh,ehk->bek", x, self.up)
+
+
+def test_all_matrices_in_one_product_are_experts_too() -> None:
+    captured = capture(_Projected(), (torch.zeros(2, 4),), {})
+    normalize(captured)
+    with pytest.raises(UnsupportedError, match="of parameter 'up' are computed in another way"):
+        expert_parallel(captured, 2)
+
+
+class _Frames(nn.Module):
+    """Parameters of three dims that are no experts: filters, and positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(4, 4, 3, padding=1)
+        self.positions = nn.Parameter(torch.zeros(2, 4, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.conv(x) + self.positions
+        return y
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"), [(lambda: nn.Linear(4, 4), (2, 4)), (_Frames, (2, 4, 5))]
+)
+def test_a_model_without_experts_is_refused(
+    make: Callable[[], nn.Module], shape: tuple[int, ...]
+) -> None:
+    captured = capture(make(), (torch.zeros(shape),), {})
+    normalize(captured)
     with pytest.raises(UnsupportedError, match="the model has no experts: leave the axis out"):
         expert_parallel(captured, 2)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
@@ -15,7 +15,8 @@ from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.fx import operands, placements_of, reach, tensor_operands, users
 from sp_compiler.ir.op_traits import FUSED_ATTENTION, is_copy, is_view, matmul_factors
 from sp_compiler.ir.program import Region
-from sp_compiler.ops.vocabulary import VOCAB_NLL
+from sp_compiler.ops.gpu.checked_ids import CHECKED_IDS
+from sp_compiler.ops.vocabulary import VOCAB_EMBEDDING, VOCAB_NLL
 from sp_compiler.planning.formula.shapes import Shape, Shapes
 from sp_compiler.planning.formula.sizes import (
     Atom,
@@ -30,6 +31,7 @@ from sp_compiler.planning.formula.sizes import (
 aten = torch.ops.aten
 _SOFTMAX = (aten._softmax.default, aten._safe_softmax.default)
 _LOSS = (aten._log_softmax.default, VOCAB_NLL.overload)
+_LOOKUPS = (aten.embedding.default, VOCAB_EMBEDDING.overload)
 
 MEANINGS = {
     "s": "sequence: rows of attention, or of an input of tokens",
@@ -118,12 +120,18 @@ def _of_tokens(compiled: CompiledProgram, shapes: Shapes, linears: _Linears) -> 
     linear reads."""
     widths = set(map(on_all_ranks, linears.read))
     for shape, node in _inputs(compiled, shapes):
-        looked_up = any(user.target is aten.embedding.default for user in node.users)
+        looked_up = any(user.target in _LOOKUPS for user in reach([node], _readers))
         if (len(shape) == 2 and looked_up) or (
             len(shape) == 3 and on_all_ranks(shape[-1]) in widths
         ):
             yield shape[1]
             return
+
+
+def _readers(ids: Node) -> Iterable[Node]:
+    """Return the users of ids as the model was given them, or as views, casts or checked ones."""
+    is_same = ids.op == "placeholder" or is_view(ids) or is_copy(ids)
+    return ids.users if is_same or ids.target is CHECKED_IDS.overload else ()
 
 
 def _inputs(compiled: CompiledProgram, shapes: Shapes) -> Iterator[tuple[Shape, Node]]:

@@ -23,6 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 from sp_compiler.base.errors import UnsupportedError
+from sp_compiler.grid.adapted_groups import adapt
 from sp_compiler.grid.same_gradients import SameGradients
 from sp_compiler.runtime.mesh_axes import EXPERT_AXIS
 from sp_compiler.runtime.parameter_gradients import mark_reduced_by_hooks
@@ -174,7 +175,7 @@ class FullySharded:
         self._groups = list(param_groups(modules))
         managed: dict[tuple[int, str], Any] = {}
         for group in self._groups:
-            _keep_out_of_inference_mode(group)
+            adapt(group)
             for record in group.fsdp_params:
                 info = record._module_info
                 owners = [(info.module, info.param_name)]
@@ -188,26 +189,6 @@ class FullySharded:
             for name in module._parameters
             if (id(module), name) in managed
         }
-
-
-def _keep_out_of_inference_mode(group: Any) -> None:
-    """Make an FSDP group gather in normal tensors, also for a call in ``inference_mode``.
-
-    It keeps those of the first call, and could gather into inference tensors in that mode alone.
-    """
-
-    def outside(method: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_inference_mode_enabled():
-                return method(*args, **kwargs)
-            with torch.inference_mode(False), torch.no_grad():
-                return method(*args, **kwargs)
-
-        return run
-
-    for name in ("lazy_init", "unshard", "wait_for_unshard"):
-        if name not in vars(group):
-            setattr(group, name, outside(getattr(group, name)))
 
 
 def _refuse_hooks(record: Any) -> None:

@@ -46,24 +46,6 @@ def test_gradients_of_microbatches_add_up_and_a_failed_step_leaves_none() -> Non
     torch.testing.assert_close(gradients, list(expected))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_training_goes_on_behind_a_forward_in_inference_mode_and_a_cast(dtype: torch.dtype) -> None:
-    """FSDP keeps the tensors of its first call, and fails when it gathers into them again."""
-    torch.manual_seed(0)
-    model, x = nn.Linear(3, 2).double(), torch.randn(4, 3, dtype=torch.float64)
-    expected = torch.autograd.grad(_loss(model, x), list(model.parameters()))
-    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    managed = FullySharded({"": model}, list)
-    managed.parameters(1)
-    with torch.inference_mode():
-        assert model(x).is_inference()
-    model.to(dtype)
-    managed.follow_dtypes()
-    model(x.to(dtype)).pow(2).sum().backward()
-    gradients = [parameter.grad.full_tensor() for parameter in model.parameters()]
-    torch.testing.assert_close(gradients, [gradient.to(dtype) for gradient in expected])
-
-
 @pytest.mark.parametrize("reduce_dtype", [torch.bfloat16, torch.float32])
 def test_gradients_that_wait_are_unreduced_in_whatever_dtype(reduce_dtype: torch.dtype) -> None:
     """In another one than they are computed in, FSDP keeps them apart from the parameter."""

@@ -1,0 +1,60 @@
+"""What FSDP2's groups of parameters do otherwise in a compiled module than by themselves.
+
+Methods of each group are replaced, and others in the process are left as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
+from torch.utils import _pytree as pytree
+
+
+def adapt(group: Any) -> None:
+    """Adapt an FSDP group, once.
+
+    - It gathers in normal tensors, also for a call in ``inference_mode``: it keeps those of the
+      first call, and could gather into inference tensors in that mode alone.
+    - Its node in front of a block hands a missing gradient on as it is. A block of eager code that
+      a loss does not reach has no path to it, but the region behind our layers, which has all
+      outputs, is one to each: of zeros in place of its missing gradients, layers in front would
+      compute gradients that are zeros, by which weight decay changes parameters.
+    """
+    for name in ("lazy_init", "unshard", "wait_for_unshard"):
+        _replace(group, name, _outside_of_inference_mode)
+    _replace(group, "_register_post_backward_hook", _without_zeros)
+
+
+def _replace(group: Any, name: str, by: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    if name not in vars(group):
+        setattr(group, name, by(getattr(group, name)))
+
+
+def _outside_of_inference_mode(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return method(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return method(*args, **kwargs)
+
+    return run
+
+
+def _without_zeros(register: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(register)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        inputs = register(*args, **kwargs)
+        for value in pytree.tree_leaves(inputs):
+            node: Any = value.grad_fn if isinstance(value, Tensor) else None
+            if getattr(node, "_forward_cls", None) is RegisterPostBackwardFunction:
+                node.set_materialize_grads(False)
+                break  # one node for all of them
+        return inputs
+
+    return run

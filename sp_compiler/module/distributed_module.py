@@ -175,6 +175,7 @@ class DistributedModule(Inspection, Weights):
             )
         super()._apply(fn, recurse)
         fsdp.follow_dtypes()
+        self._sp_state.original.cast_absent(self, fn)
         # What moves parameters makes new local parts, without room for padding behind them.
         for parameter, placement in self._sp_state.stored():
             # FSDP pads its parts of a part as it needs them.

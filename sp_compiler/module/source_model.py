@@ -203,6 +203,20 @@ class Original:
             for module, mode in zip(model.modules(), modes, strict=True):
                 module.training = mode
 
+    def cast_absent(self, mirror: nn.Module, cast: Callable[[Tensor], Tensor]) -> None:
+        """Apply ``cast``, as ``mirror`` was cast, to parameters that other stages of a pipeline
+        hold: every stage captures the full model."""
+        held = {id(parameter) for parameter in mirror.parameters()}
+
+        def make(parameter: Tensor) -> TakenParameter:
+            if id(parameter) in held:
+                return _taken_parameter(parameter)
+            # Of a tensor with memory: a move to another device raises for one without.
+            dtype = cast(torch.empty(0, dtype=parameter.dtype)).dtype
+            return TakenParameter(_plain(parameter).to(dtype), parameter.requires_grad)
+
+        self._install(mirror, make)
+
     def give_back(self, mirror: nn.Module) -> None:
         """Restore the model, with the unsharded parameters of ``mirror``."""
         self._install(mirror, _unsharded_parameter)

@@ -49,3 +49,31 @@ def _called_and_cast(axis: str) -> None:
 @pytest.mark.parametrize("axis", ["dp_shard", "dp_replicate"])
 def test_calls_in_inference_mode_and_casts(axis: str) -> None:
     run_on_ranks(2, _called_and_cast, axis)
+
+
+def _pipeline_called_and_cast() -> None:
+    """Each stage captures the full model, also the parameters that other stages hold."""
+    mesh, model, x = grids.mesh(pp=2, dp_shard=2, tp=1), net(), batch(8, 6)
+    part, parts = sp_compiler.data_shard(mesh)
+    pipeline: Any = sp_compiler.pipeline(
+        net(), mesh=mesh, example_inputs=((x.chunk(parts)[part],), {}), microbatches=2
+    )
+    with torch.inference_mode():
+        pipeline.eval_loss(x.chunk(parts)[part])
+    for dtype in (torch.float64, torch.float32):
+        model.zero_grad()
+        pipeline.module.zero_grad()
+        for either in (model, pipeline.module):
+            either.to(dtype)
+        model(x.to(dtype))["loss"].backward()
+        pipeline.step(x.chunk(parts)[part].to(dtype))
+        tolerance = 1e-5 if dtype == torch.float32 else 1e-12
+        for name, parameter in pipeline.named_parameters():
+            true = model.get_parameter(name).grad
+            actual = grids.whole(parameter.grad)
+            torch.testing.assert_close(actual, true, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.slow
+def test_a_pipeline_in_inference_mode_and_cast() -> None:
+    run_on_ranks(4, _pipeline_called_and_cast)

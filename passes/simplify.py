@@ -12,6 +12,8 @@ two equal views of ``x``               one
 ``linear(a, w) + bias``, ``mm`` too    ``linear(a, w, bias)``
 ``view(linear(a, w), s) + bias``       ``view(linear(a, w, bias), s)``
 ``x * 1``, ``x / 1``, ``x ** 1``       ``x``
+``cat`` of ``view(clone(x), s)``       ``view(cat(xs), s)``
+``masked_fill(x, mask, 0)``            ``where(mask, 0, x)``
 =====================================  ==========================
 
 Mutates the graph. Reads ``meta["val"]``; new nodes take the meta of what they replace.
@@ -19,7 +21,9 @@ Mutates the graph. Reads ``meta["val"]``; new nodes take the meta of what they r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,7 +33,7 @@ from sp_compiler.base.pass_report import Pass, report_of
 from sp_compiler.ir.fx import arguments
 from sp_compiler.ir.op_traits import is_returned, is_view
 from sp_compiler.ir.rewriting import erase_dead, make_like, merge_equal
-from sp_compiler.ir.symbolic import same_shape
+from sp_compiler.ir.symbolic import example_number, is_open, plain, same_shape
 
 aten = torch.ops.aten
 
@@ -190,6 +194,97 @@ def _times_one(node: Node) -> Node | None:
     return source
 
 
+def _fill_by_where(node: Node) -> Node | None:
+    """``masked_fill(x, mask, number)`` -> ``where(mask, number, x)``.
+
+    The same numbers in one pass over memory; masked_fill copies first, and then writes.
+    """
+    if node.target is not aten.masked_fill.Scalar:
+        return None
+    x, mask, number = node.args
+    if not _fits(number, node.meta["val"].dtype):  # masked_fill raises, where returns infinity
+        report_of(Pass.SIMPLIFY).decline(node, "the number is none of the dtype")
+        return None
+    # The order in memory is that of the first operand: of where, the mask.
+    if not x.meta["val"].is_contiguous() or not _is_in_order(mask):
+        report_of(Pass.SIMPLIFY).decline(node, "the result could lie in another order")
+        return None
+    with node.graph.inserting_before(node):
+        return _call(aten.where.ScalarSelf, (mask, number, x), like=node)
+
+
+def _fits(number: object, dtype: torch.dtype) -> bool:
+    if not dtype.is_floating_point or not isinstance(number, (int, float)):
+        return False
+    return math.isinf(number) or abs(number) <= torch.finfo(dtype).max
+
+
+def _is_in_order(node: Node) -> bool:
+    """Return whether no dim lies in memory between the elements of a later one."""
+    # Those of the example: which of two strides is larger does not depend on open sizes.
+    value = node.meta["val"]
+    sizes, strides = (map(example_number, each) for each in (value.shape, value.stride()))
+    of_dims = [stride for stride, size in zip(strides, sizes, strict=True) if size != 1]
+    return all(not inner or outer >= inner for outer, inner in pairwise(of_dims))
+
+
+def _views_behind_cat(node: Node) -> Node | None:
+    """``cat([view(clone(x), s), ...])`` -> ``view(cat([x, ...]), s)`` where views merge dims.
+
+    So is the gradient of a fused projection made of those of q, k and v by heads: each is copied
+    once, not brought in order and then copied.
+    """
+    if node.target is not aten.cat.default:
+        return None
+    call, result = arguments(node), node.meta["val"]
+    dim, views = call["dim"] % result.dim(), call["tensors"]
+    if not all(_is_own_view(view) for view in views):
+        return None
+    parts = [_without_copy(view.args[0]) for view in views]
+    if all(part is view.args[0] for part, view in zip(parts, views, strict=True)):
+        return None  # these views take no copy
+    merged = {_merged(part, view, dim) for part, view in zip(parts, views, strict=True)}
+    if len(merged) > 1 or () in merged:
+        return None
+    # Else they may all be channels last, and so would be the result.
+    if not any(_ends_in_order(part) for part in parts):
+        report_of(Pass.SIMPLIFY).decline(node, "the result could lie in another order")
+        return None
+    size = sum(part.meta["val"].shape[dim] for part in parts)
+    shape = (*result.shape[:dim], size, *merged.pop(), *result.shape[dim + 1 :])
+    with node.graph.inserting_before(node):
+        joined = _call(node.target, (parts, dim), like=node, val=result.new_empty(shape))
+        joined.meta.pop("placement", None)  # that of the view, which has other dims
+        return _call(aten.view.default, (joined, list(result.shape)), like=node)
+
+
+def _is_own_view(node: Node) -> bool:
+    is_plain = node.target in _RESHAPES and not node.meta.get("relabels")
+    return is_plain and len(node.users) == 1
+
+
+def _without_copy(node: Node) -> Node:
+    is_own_copy = node.target is aten.clone.default and len(node.users) == 1
+    return node.args[0] if is_own_copy else node
+
+
+def _merged(part: Node, view: Node, dim: int) -> tuple[int, ...]:
+    """Return the sizes that ``view`` merges into ``dim`` of ``part``; none if it does anything
+    else, or one of them is open."""
+    shape, result = part.meta["val"].shape, view.meta["val"].shape
+    end = dim + 1 + len(shape) - len(result)
+    kept = (*shape[:dim], *shape[end:])
+    is_merge = end > dim + 1 and same_shape(kept, (*result[:dim], *result[dim + 1 :]))
+    sizes = tuple(map(plain, shape[dim + 1 : end]))
+    return sizes if is_merge and not any(map(is_open, sizes)) else ()
+
+
+def _ends_in_order(node: Node) -> bool:
+    """Return whether the elements of the last dim lie one behind the other."""
+    value = node.meta["val"]
+    return same_shape(value.stride()[-1:], (1,)) and not same_shape(value.shape[-1:], (1,))
+
+
 def _call(target: Any, args: tuple[Any, ...], *, like: Node, val: Any = None) -> Node:
     changes = {} if val is None else {"val": val}
     name = target.__name__.partition(".")[0]
@@ -207,4 +302,6 @@ _RULES: tuple[Callable[[Node], Node | None], ...] = (
     _fuse_bias,
     _linear,
     _times_one,
+    _fill_by_where,
+    _views_behind_cat,
 )

@@ -79,6 +79,7 @@ FUNCTIONS = {
             aten.sum.dim_IntList,
             aten.tanh.default,
             aten.tril.default,
+            aten.where.ScalarSelf,
         )
     },
     aten.gelu.default: "F.gelu",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable
 
+import torch
 from torch.fx import Graph, Node
 
 from sp_compiler.cost.node_cost import tensor_bytes
@@ -95,7 +96,9 @@ def run_bytes(node: Node, ignored: Container[Node] = ()) -> int:
 
 def scratch_bytes(node: Node) -> int:
     """Return the bytes that the operator allocates beside its result, which are known for our own
-    operators only."""
+    operators and where with a number."""
+    if node.target is torch.ops.aten.where.ScalarSelf:
+        return node.meta["val"].element_size()  # the number as a tensor, which the kernel reads
     ours = operator_of(node.target)
     return 0 if ours is None else ours.scratch_bytes(arguments(node), node.meta["val"])
 

@@ -25,6 +25,16 @@ def _viewed_and_not(total: Tensor) -> Tensor:
     return total.view(4) * total
 
 
+def _joined_and_not(x: Tensor) -> Tensor:
+    return torch.cat([x, x.exp()], 1) * torch.cat([x.cos(), x.cos()], 1)
+
+
+def _of_heads(x: Tensor, heads: int = 2) -> Tensor:
+    """(2, 12 or more): three features of each of two heads or more, which lie one behind the
+    other."""
+    return x.view(2, 3, heads, 2).transpose(1, 2).reshape(2, -1)
+
+
 # name: function of (X, Y, B), operators that are left in order, the rule that fired.
 REWRITES: dict[str, tuple[Callable[..., Tensor], list[str], str]] = {
     "view of view": (
@@ -77,6 +87,31 @@ REWRITES: dict[str, tuple[Callable[..., Tensor], list[str], str]] = {
     "quotient by one": (lambda x, y, b: (x / 1.0).t().exp(), ["t", "exp"], "times_one"),
     "power of one": (lambda x, y, b: (x**1).exp(), ["exp"], "times_one"),
     "product with a transpose": (lambda x, y, b: torch.mm(x, y.t()), ["linear"], "linear"),
+    "fill behind a mask": (
+        lambda x, y, b: x.masked_fill(aten.gt(b[:4], 0), float("-inf")),
+        ["slice", "gt", "where"],
+        "fill_by_where",
+    ),
+    "fill behind a part of a mask": (
+        lambda x, y, b: x.masked_fill(aten.gt(x.exp(), 1)[:, :1], 1),
+        ["exp", "gt", "slice", "where"],
+        "fill_by_where",
+    ),
+    "heads joined by features": (
+        lambda x, y, b: torch.cat([_of_heads(x), _of_heads(x.exp())], 1),
+        ["view", "transpose", "exp", "view", "transpose", "cat", "view"],
+        "views_behind_cat",
+    ),
+    "more heads of one than of the other": (
+        lambda x, y, b: torch.cat([_of_heads(x), _of_heads(torch.cat([x, x], 1), 4)], -1),
+        ["view", "transpose", "cat", "view", "transpose", "cat", "view"],
+        "views_behind_cat",
+    ),
+    "heads joined with features in order": (
+        lambda x, y, b: torch.cat([_of_heads(x), aten.view(x.view(2, 2, 3, 2).exp(), [2, 12])], 1),
+        ["view", "transpose", "view", "exp", "cat", "view"],
+        "views_behind_cat",
+    ),
 }
 NEAR_MISSES: dict[str, Callable[..., Tensor]] = {
     "another permutation": lambda x, y, b: aten.view(x, [2, 3, 4]).transpose(0, 1).transpose(1, 2),
@@ -103,6 +138,20 @@ NEAR_MISSES: dict[str, Callable[..., Tensor]] = {
     "memory for a view": lambda x, y, b: aten.view(b.expand(6, 5) * 1, [30]).exp(),
     "product that is returned": lambda x, y, b: x * 1,
     "product that is returned as a view": lambda x, y, b: (x * 1).t(),
+    "fill of integers": lambda x, y, b: x.long().masked_fill(x > 0, 1),
+    "fill with a number that no half has": lambda x, y, b: x.half().masked_fill(x > 0, -1e9),
+    "fill in another order": lambda x, y, b: x.t().masked_fill(b[:4, None] > 0, 1.0),
+    "mask in another order": lambda x, y, b: x.masked_fill((x.view(4, 6) > 0).t(), 1.0),
+    "fill with a tensor": lambda x, y, b: x.masked_fill(x > 0, b.sum()),
+    "heads joined by rows": lambda x, y, b: torch.cat([_of_heads(x), _of_heads(x.exp())], 0),
+    "heads of two widths": lambda x, y, b: torch.cat(
+        [_of_heads(x), x.exp().view(2, 3, 4, 1).transpose(1, 2).reshape(2, -1)], 1
+    ),
+    "features in order": lambda x, y, b: torch.cat([aten.view(x.view(2, 3, 4).exp(), [2, 12])], 1),
+    "heads that are read alone too": lambda x, y, b: _joined_and_not(_of_heads(x)),
+    "all of them channels last": lambda x, y, b: torch.cat(
+        [x.view(2, 2, 2, 3).permute(0, 3, 1, 2).reshape(2, -1)], 1
+    ),
     "split of the bias dim": lambda x, y, b: aten.view(torch.mm(y, y.new_ones(4, 10)), [10, 5]) + b,
 }
 
@@ -131,6 +180,7 @@ def test_rewrites(case: str) -> None:
         if node.op == "call_function":
             value = fake_value(node.target, node.args, node.kwargs)
             assert value.shape == node.meta["val"].shape
+            assert value.stride() == node.meta["val"].stride()
 
 
 @pytest.mark.parametrize("case", NEAR_MISSES)

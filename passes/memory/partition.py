@@ -25,7 +25,7 @@ from sp_compiler.ir.fx import ancestors, descendants
 from sp_compiler.ir.op_traits import base
 from sp_compiler.ir.rewriting import copy_graph
 from sp_compiler.ir.symbolic import Sizes, example_number, symbol_of, symbols_in
-from sp_compiler.passes.memory.sums_in_place import sum_in_place
+from sp_compiler.passes.memory.sums_in_place import reduce_in_place, sum_in_place
 from sp_compiler.passes.memory.zero_tangents import drop_zero_tangents
 from sp_compiler.passes.overlap import overlap_collectives
 from sp_compiler.trace.joint import JointGraph
@@ -44,6 +44,7 @@ class PartitionOptions:
         runs_last: whether backward starts with this region.
         hardware: profile for estimated times.
         world_size: number of ranks.
+        reduce_in_place: whether all-reduces may write into what they read.
     """
 
     loss_output: int | None = None
@@ -53,6 +54,7 @@ class PartitionOptions:
     runs_last: bool = False
     hardware: Hardware = H100
     world_size: int = 1
+    reduce_in_place: bool = False
 
 
 def partition_and_overlap(joint: JointGraph, options: PartitionOptions) -> Partitioned:
@@ -70,7 +72,7 @@ def partition(joint: JointGraph, options: PartitionOptions | None = None) -> Par
 
     Args:
         joint: tagged.
-        options: its ``loss_output`` and ``world_size`` are read.
+        options: its ``loss_output``, ``world_size`` and ``reduce_in_place`` are read.
 
     Raises:
         PassError: a forward node without a tag.
@@ -96,6 +98,9 @@ def partition(joint: JointGraph, options: PartitionOptions | None = None) -> Par
     for graph in (backward, None if loss is None else loss.backward):
         if graph is not None:
             sum_in_place(graph, _of_parameters(graph, joint.input_kinds), options.world_size)
+    for graph in (forward, backward, None if loss is None else loss.backward):
+        if graph is not None and options.reduce_in_place:
+            reduce_in_place(graph)
     return Partitioned(forward, backward, records, joint.num_outputs, loss)
 
 

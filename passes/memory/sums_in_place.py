@@ -1,4 +1,4 @@
-"""Sum the gradients of a parameter in place.
+"""Sum the gradients of a parameter, and partial sums over ranks, in place.
 
 ::
 
@@ -10,6 +10,12 @@ A region that uses a parameter twice, such as a layer on two half batches, compu
 each use. Their sum apart holds three tensors of the parameter's size at once and passes over memory
 four times more; here another product is accumulated by its own kernel, and any other summand is
 added in place. What is written into was made for the sum alone, in this backward.
+
+::
+
+    y = convert(mm(x, w), "P", "I")  ->  y = convert_in_place(mm(x, w), "P", "I")
+
+Likewise an all-reduce of a product or a sum that nothing else reads: else it would be copied first.
 
 Mutates the graph. Reads ``meta["val"]`` and ``meta["recomputed"]``; new nodes take the meta of what
 they replace.
@@ -25,10 +31,20 @@ from torch.fx import Graph, Node
 
 from sp_compiler.base.pass_report import Pass, report_of
 from sp_compiler.ir.fx import arguments, base_name, is_call, reach
-from sp_compiler.ir.op_traits import base, is_copy, is_part, is_pure_view, is_view, view_chain
+from sp_compiler.ir.op_traits import (
+    MATMULS,
+    base,
+    collective_of,
+    is_copy,
+    is_part,
+    is_pure_view,
+    is_view,
+    view_chain,
+)
 from sp_compiler.ir.rewriting import make_like
 from sp_compiler.ir.symbolic import same_shape
 from sp_compiler.ops.accumulate import ADD_PART, ADD_PRODUCT
+from sp_compiler.ops.convert import CONVERT, CONVERT_IN_PLACE
 from sp_compiler.ops.registry import operator_of
 
 aten = torch.ops.aten
@@ -52,6 +68,17 @@ def sum_in_place(graph: Graph, grads: Iterable[Node], world_size: int) -> None:
             _replace(node, max(ways, key=lambda way: way.accumulates), world_size)
             report_of(Pass.PARTITION).rewrote(kind="summed in place")
     graph.lint()
+
+
+def reduce_in_place(graph: Graph) -> None:
+    """Let the all-reduces of ``graph``, a forward or a backward, write into what they read."""
+    for node in graph.find_nodes(op="call_function", target=CONVERT.overload):
+        (total,) = node.all_input_nodes
+        is_sum = is_call(base(total), *MATMULS, aten.add.Tensor)
+        in_order = total.meta["val"].is_contiguous()  # anything else is copied for it
+        if collective_of(node) == "all_reduce" and is_sum and in_order and _is_own(total):
+            node.target = CONVERT_IN_PLACE.overload
+            report_of(Pass.PARTITION).rewrote(kind="reduced in place")
 
 
 class _Way(NamedTuple):
@@ -97,21 +124,22 @@ def _same_layout(one: Node, other: Node) -> bool:
 
 
 def _may_be_written(total: Node, part: Node) -> bool:
-    """Return whether nothing else reads the memory of ``total``, which this backward has made."""
+    """Return whether nothing but a sum with ``part`` reads the memory of ``total``."""
+    return total is not part and _is_own(total)
+
+
+def _is_own(total: Node) -> bool:
+    """Return whether this function has made the memory of ``total``, for its one reader alone."""
     owner, names = base(total), view_chain(total)
     # One of several results may be handed to another function than its operator's, as may what is
     # recomputed; and an operator of ours, such as a conversion, may return what it is given. The
     # code of a copy does where its operand has the strides already: `contiguous()`.
     is_own = not is_part(owner) and not is_copy(owner) and operator_of(owner.target) is None
     is_own = is_own and owner.op == "call_function" and not owner.meta.get("recomputed")
-    read_once = all(len(node.users) == 1 for node in (owner, *names))
-    return (
-        is_own
-        and read_once
-        and total is not part
-        # All of the memory, which would otherwise live on for a part of it.
-        and same_shape([owner.meta["val"].numel()], [total.meta["val"].numel()])
-    )
+    read_once = all(len(node.users) == 1 for node in (owner, total, *names))
+    # All of the memory, which would otherwise live on for a part of it.
+    whole = same_shape([owner.meta["val"].numel()], [total.meta["val"].numel()])
+    return is_own and read_once and whole
 
 
 def _way(total: Node, part: Node) -> _Way:

@@ -22,7 +22,15 @@ from sp_compiler.check.derive import Results, allowed, derive
 from sp_compiler.check.report import CheckReport
 from sp_compiler.ir.forward_backward import LookAhead, Partitioned, SplitBackward
 from sp_compiler.ir.fx import tensor_operands
-from sp_compiler.ir.op_traits import FILLED, is_started, is_wait
+from sp_compiler.ir.op_traits import (
+    FILLED,
+    base,
+    is_handed,
+    is_started,
+    is_wait,
+    view_chain,
+    writes,
+)
 from sp_compiler.ir.program import Region
 from sp_compiler.ir.symbolic import same_shape
 
@@ -154,7 +162,9 @@ def _check_backward(
 
 
 def _walk(graph: Graph, types: Types, world_size: int, report: CheckReport) -> None:
+    written: dict[Node, Node] = {}
     for node in graph.nodes:
+        _require_unwritten(node, written)
         if node.op != "call_function":
             continue
         if node.target is operator.getitem:
@@ -165,6 +175,24 @@ def _walk(graph: Graph, types: Types, world_size: int, report: CheckReport) -> N
         _require_arrival(node)
         _require_claim(node, types, world_size)
         report.checked += 1
+
+
+def _require_unwritten(node: Node, written: dict[Node, Node]) -> None:
+    """Raise an error if ``node`` reads memory in which something else is written meanwhile.
+
+    Args:
+        written: the last operator that wrote into the storage of each node; ``node`` is added.
+    """
+    for operand in node.all_input_nodes:
+        writer = written.get(base(operand))
+        if writer is not None and writer not in view_chain(operand):
+            message = f"{node.name} reads {operand.name}, into which {writer.name} has written"
+            raise PlacementError(_PASS, message, node)
+    if node.op == "call_function" and writes(node):
+        owner = base(node)
+        if owner.op == "placeholder" and not is_handed(owner):
+            raise PlacementError(_PASS, f"{node.name} writes into an argument", node)
+        written[owner] = node
 
 
 def _require_arrival(node: Node) -> None:

@@ -22,7 +22,7 @@ from sp_compiler.base.python_text import identifier, string
 from sp_compiler.codegen.idioms import RESHAPES, Idioms
 from sp_compiler.codegen.spelling import BINDS, FUNCTIONS, INFIX, METHODS
 from sp_compiler.ir.fx import arguments
-from sp_compiler.ir.op_traits import conversion_of, is_started
+from sp_compiler.ir.op_traits import conversion_of, is_started, writes
 from sp_compiler.ir.symbolic import SYMBOLIC, example_number, is_open, plain, text
 from sp_compiler.ops.convert import CONVERSIONS
 from sp_compiler.ops.registry import operator_of
@@ -159,6 +159,7 @@ class Printer:
             return self.value(x)
         # Started: overlapped, with its wait further down.
         method = f"start_{conversion.method}" if is_started(node) else conversion.method
+        method += "_" * writes(node)
         return f"tp.{method}({self.value(x)}, {literal(source)}, {literal(target)})"
 
     def _wait(self, node: Node) -> str:
@@ -314,6 +315,7 @@ def _is_infix(node: Any) -> bool:
 
 _SPECIAL: dict[Any, Callable[[Printer, Node], str]] = {
     torch.ops.sp_compiler.convert.default: Printer._convert,
+    torch.ops.sp_compiler.convert_in_place.default: Printer._convert,
     torch.ops.sp_compiler.wait.default: Printer._wait,
     aten.view.default: Printer._view,
     aten._unsafe_view.default: Printer._view,

@@ -154,7 +154,9 @@ class Nesting:
         return not self._is_plain_view(node)
 
     def _is_plain_view(self, node: Node) -> bool:
-        return is_view(node) and node not in self._idioms.matmuls
+        # A collective in place is a view by its storage alone.
+        is_plain = node not in self._idioms.matmuls and not is_collective(node)
+        return is_view(node) and is_plain
 
     def _move(self, user: Node, inside: Sequence[Node]) -> bool:
         """Take ``inside``, which is nested in the statement of ``user``, out of the statements, if

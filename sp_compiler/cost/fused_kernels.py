@@ -87,10 +87,13 @@ def _kernels(graph: Graph) -> dict[Node, int]:
     place: dict[Node, tuple[int, int]] = {}
     for node in graph.nodes:
         depth[node] = max((depth[source] for source in node.all_input_nodes), default=0)
-        if node.op != "call_function" or is_view(node) or is_part(node):
+        if node.op != "call_function":
             continue
+        # First, for a collective that writes into its operand is a view of it.
         if node_collectives(node) or is_wait(node):
             between_collectives += 1
+        if is_view(node) or is_part(node):
+            continue
         if not _is_fused(node):
             depth[node] += 1
             continue

@@ -34,7 +34,7 @@ class _NoLink:
     def reduce_scatter(self, x: Tensor, world_size: int) -> Callable[[], Tensor]:
         return lambda: x.new_empty((x.shape[0] // world_size, *x.shape[1:]))
 
-    def all_reduce(self, x: Tensor, op: str) -> Callable[[], Tensor]:
+    def all_reduce(self, x: Tensor, op: str, in_place: bool = False) -> Callable[[], Tensor]:
         return lambda: torch.empty_like(x)
 
 

@@ -15,7 +15,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from sp_compiler.base.placement import Placement
-from sp_compiler.ops.convert import CONVERT
+from sp_compiler.ops.convert import CONVERT, CONVERT_IN_PLACE
 
 
 def module_of(
@@ -170,7 +170,7 @@ def descendants(nodes: Iterable[Node]) -> set[Node]:
 
 def placements_of(node: Node) -> tuple[Placement, Placement] | None:
     """(source, destination) of a placement conversion, ``None`` for any other node."""
-    if node.target is not CONVERT.overload:
+    if node.target not in (CONVERT.overload, CONVERT_IN_PLACE.overload):
         return None
     # As text in the graph, for a schema has no type for them.
     return Placement.parse(node.args[1]), Placement.parse(node.args[2])

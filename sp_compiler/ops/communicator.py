@@ -24,12 +24,13 @@ from sp_compiler.ops.gpu.peer_memory import ranks_read_each_other
 _c10d = torch.ops._c10d_functional
 # The dispatcher's own functions: what torch wraps around each, in Python, takes a tenth of the time
 # that a collective takes to start.
-_all_gather, _reduce_scatter, _all_reduce, _all_to_all, _wait = (
+_all_gather, _reduce_scatter, _all_reduce, _all_reduce_in_place, _all_to_all, _wait = (
     packet.default._op
     for packet in (
         _c10d.all_gather_into_tensor,
         _c10d.reduce_scatter_tensor,
         _c10d.all_reduce,
+        _c10d.all_reduce_,
         _c10d.all_to_all_single,
         _c10d.wait_tensor,
     )
@@ -44,7 +45,9 @@ class Collectives(Protocol):
 
     def reduce_scatter(self, x: Tensor, world_size: int) -> Callable[[], Tensor]: ...
 
-    def all_reduce(self, x: Tensor, op: str) -> Callable[[], Tensor]: ...
+    def all_reduce(self, x: Tensor, op: str, in_place: bool = False) -> Callable[[], Tensor]:
+        """``in_place``: whether ``x`` becomes the result."""
+        ...
 
 
 class Exchange(Protocol):
@@ -69,8 +72,8 @@ class FunctionalCollectives:
         result = _reduce_scatter(x, "sum", world_size, self._group_name)
         return functools.partial(_wait, result)
 
-    def all_reduce(self, x: Tensor, op: str) -> Callable[[], Tensor]:
-        result = _all_reduce(x, op, self._group_name)
+    def all_reduce(self, x: Tensor, op: str, in_place: bool = False) -> Callable[[], Tensor]:
+        result = (_all_reduce_in_place if in_place else _all_reduce)(x, op, self._group_name)
         return functools.partial(_wait, result)
 
     def all_to_all(
@@ -196,6 +199,10 @@ class Communicator:
         """P -> I or R: the sum over ranks."""
         return self.reduce(x, "sum")
 
+    def all_reduce_(self, x: Tensor, src: str, dst: str) -> Tensor:
+        """:meth:`all_reduce` into the memory of ``x``, if that is contiguous."""
+        return x if self.world_size == 1 else self.start_all_reduce_(x, src, dst).wait()
+
     def start_all_gather(self, x: Tensor, src: str, dst: str) -> Pending:
         """:meth:`all_gather` of more than one rank that goes on until it is waited for."""
         # Held until the result is there: the transfer reads it while its caller goes on.
@@ -218,6 +225,10 @@ class Communicator:
     def start_all_reduce(self, x: Tensor, src: str, dst: str, op: str = "sum") -> Pending:
         """:meth:`all_reduce` of more than one rank that goes on until it is waited for."""
         return Pending(self._collectives.all_reduce(x.contiguous(), op), x)
+
+    def start_all_reduce_(self, x: Tensor, src: str, dst: str) -> Pending:
+        """:meth:`all_reduce_` of more than one rank that goes on until it is waited for."""
+        return Pending(self._collectives.all_reduce(x.contiguous(), "sum", in_place=True), x)
 
     def shard(self, x: Tensor, src: str, dst: str) -> Tensor:
         """R or I -> S(dim): a copy of this rank's part, so that ``x`` can be freed."""

@@ -162,6 +162,20 @@ CONVERT = register(
     )
 )
 
+CONVERT_IN_PLACE = register(
+    Operator(
+        name="convert_in_place",
+        schema="(Tensor x, str src, str dst, SymInt world_size) -> Tensor",
+        # An interpreted graph has time for a result of its own.
+        kernel=convert,
+        fake=_fake_converted,
+        typings=_type_convert,
+        view="all",
+        writes=True,
+    )
+)
+"""An all-reduce into the memory of its operand."""
+
 
 # The operator ``wait``.
 
@@ -181,7 +195,7 @@ def _fake_waited(x: Tensor, world_size: int) -> Tensor:
 def _type_wait(args: Arguments, world_size: int) -> Sequence[Typing]:
     """The type is that of the conversion that it waits for."""
     sent = args["x"]
-    if operator_of(sent.target) is not CONVERT:
+    if operator_of(sent.target) not in (CONVERT, CONVERT_IN_PLACE):
         return []
     arrived = Placement.parse(sent.args[2])
     return [((arrived,), (arrived,))]

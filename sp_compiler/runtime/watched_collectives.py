@@ -122,11 +122,11 @@ class WatchedCollectives(FunctionalCollectives):
         arrive = self.arrival(self._backend.allreduce([summed], options), summed, purpose)
         return lambda: arrive().chunk(world_size)[self._board.rank].clone()
 
-    def all_reduce(self, x: Tensor, op: str) -> Callable[[], Tensor]:
+    def all_reduce(self, x: Tensor, op: str, in_place: bool = False) -> Callable[[], Tensor]:
         if not x.is_cpu:
-            return super().all_reduce(x, op)
+            return super().all_reduce(x, op, in_place)
         self.begin()
-        result = x.clone()
+        result = x if in_place else x.clone()
         options = dist.AllreduceOptions()
         options.reduceOp = _OPERATIONS[op]
         return self.arrival(self._process_group.allreduce([result], options), result)

@@ -322,6 +322,9 @@ def _collective(func: Any, args: tuple[Any, ...]) -> Any:
     elif func is _c10d.all_reduce.default:
         full = _REDUCTIONS[args[1]](torch.stack(parts))
         results = [full.clone() for _ in parts]
+    elif func is _c10d.all_reduce_.default:
+        full = _REDUCTIONS[args[1]](torch.stack(parts))
+        results = [part.copy_(full) for part in parts]
     elif func is _c10d.reduce_scatter_tensor.default:
         full = _REDUCTIONS[args[1]](torch.stack(parts))
         results = [part.clone() for part in full.chunk(world_size)]
@@ -333,6 +336,6 @@ def _collective(func: Any, args: tuple[Any, ...]) -> Any:
     else:
         raise ArgumentError(
             f"{func} is not simulated; there are all_gather_into_tensor, all_reduce, "
-            "reduce_scatter_tensor, all_to_all_single and broadcast"
+            "all_reduce_, reduce_scatter_tensor, all_to_all_single and broadcast"
         )
     return LocalTensor(dict(enumerate(results)))

@@ -18,7 +18,7 @@ from sp_compiler.base.placement import Placement
 from sp_compiler.ir.fx import arguments, placements_of, tensor_operands
 from sp_compiler.ir.op_traits import FUSED_ATTENTION
 from sp_compiler.ops.async_products import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
-from sp_compiler.ops.convert import CONVERT
+from sp_compiler.ops.convert import CONVERT, CONVERT_IN_PLACE
 from sp_compiler.ops.registry import operator_of
 from sp_compiler.ops.rows import CUT_ROWS, PAD_ROWS
 from sp_compiler.planning.formula.reshapes import reshaped
@@ -329,7 +329,7 @@ _SPECIAL: dict[Any, Special] = {
     **dict.fromkeys((aten.permute.default, aten.transpose.int), _permuted),
     aten._log_softmax.default: _same,
     aten.unsqueeze.default: _unsqueezed,
-    CONVERT.overload: _converted,
+    **dict.fromkeys((CONVERT.overload, CONVERT_IN_PLACE.overload), _converted),
     aten.bmm.default: _product,
     ALL_GATHER_MATMUL.overload: _gathered_products,
     MATMUL_REDUCE_SCATTER.overload: _scattered_product,

@@ -9,14 +9,17 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from sp_compiler.base.errors import PlacementError
 from sp_compiler.base.placement import P, S
 from sp_compiler.check import check_partitioned, partitioned
 from sp_compiler.codegen.module_text import CompiledRegion, printed_regions
 from sp_compiler.ir.forward_backward import Partitioned
+from sp_compiler.ir.fx import calls
 from sp_compiler.ir.op_traits import is_wait
 from sp_compiler.ir.rewriting import copy_graph
+from sp_compiler.ops.convert import CONVERT_IN_PLACE
 from tests.helpers import parity
 from tests.helpers.compiled_region import compile_region
 from tests.helpers.sharded_regions import (
@@ -105,6 +108,39 @@ def test_refuses_a_placement_that_a_value_does_not_have(
                 _check(block, parts)
             return
     pytest.fail("no sharded value in the forward")
+
+
+@pytest.fixture(scope="module")
+def block() -> CompiledRegion:
+    """With all-reduces in place."""
+    found = parity.case("gpt2", 2, 12)
+    return printed_regions(parity.compiled(found, tp=WORLD, sequence_parallel=False))["GPT2Block"]
+
+
+def _with_reduction(block: CompiledRegion) -> tuple[Partitioned, Node]:
+    forward = copy_graph(block.partitioned.forward)
+    reduction = next(calls(forward, CONVERT_IN_PLACE.overload))
+    return replace(block.partitioned, forward=forward), reduction
+
+
+def test_refuses_what_reads_memory_that_was_written(block: CompiledRegion) -> None:
+    """Even where the placement would do."""
+    parts, reduction = _with_reduction(block)
+    sent = reduction.args[0]
+    later = next(node for node in reduction.users if node.op == "call_function")
+    with parts.forward.inserting_before(later):
+        again = parts.forward.create_node("call_function", torch.ops.aten.neg.default, (sent,))
+    again.meta = dict(sent.meta)
+    with pytest.raises(PlacementError, match=f"{again.name} reads .*{reduction.name} has written"):
+        _check(block, parts)
+
+
+def test_refuses_a_write_into_an_argument(block: CompiledRegion) -> None:
+    parts, reduction = _with_reduction(block)
+    *_, hidden = parts.forward.find_nodes(op="placeholder")
+    reduction.args = (hidden, *reduction.args[1:])
+    with pytest.raises(PlacementError, match=f"{reduction.name} writes into an argument"):
+        _check(block, parts)
 
 
 def test_a_value_read_twice_has_one_placement() -> None:

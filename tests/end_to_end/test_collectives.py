@@ -107,6 +107,7 @@ _KINDS = {
     "all_gather_into_tensor": "AG",
     "reduce_scatter_tensor": "RS",
     "all_reduce": "AR",
+    "all_reduce_": "AR",
 }
 
 

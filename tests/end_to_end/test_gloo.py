@@ -180,6 +180,7 @@ def _everything() -> dict[str, Any]:
         outputs[name, setting] = _logits(_compile(name, outputs=setting, layers=1), name)
     return {
         "models": models,
+        "tensor parallel alone": _model(_compile("gpt2", sequence_parallel=False), "gpt2"),
         "architectures": _architectures(_ARCHITECTURES),
         "train": train,
         "outputs": outputs,
@@ -223,6 +224,11 @@ def _check(found: parity.Case, results: list[tuple[Tensor, Local, str]]) -> None
 def test_models(name: str, ranks: list[dict[str, Any]]) -> None:
     """Loss and gradients; every rank prints the same code."""
     _check_model(name, [result["models"] for result in ranks])
+
+
+def test_tensor_parallel_alone(ranks: list[dict[str, Any]]) -> None:
+    """All-reduces, which write into what they are given."""
+    _check(_case("gpt2", _LAYERS.get("gpt2", 1)), [each["tensor parallel alone"] for each in ranks])
 
 
 @pytest.mark.parametrize("name", _ARCHITECTURES)

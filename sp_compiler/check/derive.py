@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -222,7 +223,7 @@ def _offered(shadow: Node, operands: Sequence[Placement], world_size: int) -> li
     offered = strategies(rule, len(rule.operands), len(rule.results), offers)
     # The other lowerings are other operators by now, with types of their own.
     offered = [strategy for strategy in offered if strategy.lowering == "itself"]
-    cut_again = _reshaped_segments(shadow, operands, offers)
+    cut_again = [*_reshaped_segments(shadow, operands, offers), *_merged_segments(shadow, operands)]
     return [*offered, *_concatenated(shadow, world_size), *cut_again]
 
 
@@ -245,6 +246,25 @@ def _reshaped_segments(
     joined = (*source[:dim], (*source[dim], *source[dim + 1]), *source[dim + 2 :])
     rule = OpRule((joined,), (target,), rows="relabel")
     return strategies(rule, 1, 1, replace(offers, segmentations=lambda factor: []))
+
+
+def _merged_segments(shadow: Node, operands: Sequence[Placement]) -> list[Strategy]:
+    """A reshape that merges the dims behind a dim in segments, which may differ, into it::
+
+    (b, s, h, d) S(2|4,2,2) -> (b, s, h d) S(2|4d,2d,2d)
+    """
+    is_reshape = shadow.target in (*RESHAPES, aten._unsafe_view.default)
+    if not is_reshape or not operands[0].segments:
+        return []
+    shape, dim = tensor_operands(shadow)[0].meta["val"].shape, operands[0].dim
+    source, target = reshaped(shape, tuple(shadow.meta["val"].shape))
+    outer = source[dim]
+    for merged, factors in enumerate(target):
+        if factors[: len(outer)] == outer:
+            inner = math.prod(factor.size for factor in factors[len(outer) :])
+            segments = tuple(inner * size for size in operands[0].segments)
+            return [Strategy((operands[0],), (S(merged, segments),))]
+    return []
 
 
 def _concatenated(shadow: Node, world_size: int) -> list[Strategy]:

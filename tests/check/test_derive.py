@@ -144,6 +144,7 @@ REFUSED: dict[str, Case] = {
     "split of other segments": (aten.split_with_sizes.default, [(4, 6), [2, 4], 1], ["S(1|6,6)"]),
     "join of a shard and a replicated part": (aten.cat.default, [[(4, 6), (4, 6)]], ["S(0)", "R"]),
     "shard that a view takes apart": (aten.view.default, [(3, 4), [2, 6]], ["S(1)"]),
+    "segments that are taken apart": (aten.view.default, [(4, 6), [2, 12]], ["S(0|4,2,2)"]),
     "no rule": (aten.renorm.default, [(4, 6), 2, 0, 1.0], ["S(1)"]),
     "random numbers": (aten.bernoulli.default, [(4, 6)], ["R"]),
     "conversion of something else": (sp.convert.default, [(4, 6), "S(0)", "R", WORLD], ["S(1)"]),
@@ -194,6 +195,9 @@ ACCEPTED: dict[str, tuple[Any, list[Any], list[str], set[str]]] = {
         aten.split_with_sizes.default, [(4, 6), [2, 4], 1], ["S(1|4,8)"], {"S(1), S(1)"},
     ),
     "heads fused again": (aten.cat.default, [[(2, 6), (4, 6)]], ["S(0)", "S(0)"], {"S(0|4,8)"}),
+    "heads of two kinds merged with their features": (
+        aten.view.default, [(5, 7, 4, 3), [35, 12]], ["S(2|4,2,2)"], {"S(1|12,6,6)"},
+    ),
     "constants": (aten.zeros.default, [[4]], [], {"R", "S(0)", "P"}),
     "ones": (aten.ones.default, [[4]], [], {"R", "S(0)"}),
     "one row for all": (aten.expand.default, [(1, 6), [4, 6]], ["R"], {"R", "S(0)"}),

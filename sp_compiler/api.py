@@ -29,7 +29,7 @@ from sp_compiler.grid_plan.sizes import GridSizes, Mesh
 from sp_compiler.grid_plan.stage_plan import STATE_BYTES, BytesPerParameter
 from sp_compiler.ir.hints import parameters_of, wishes_of
 from sp_compiler.module.distributed_module import DistributedModule, given_back_on_failure
-from sp_compiler.options import CompileOptions, Options, with_options
+from sp_compiler.options import CompileOptions, Options, check_choice, with_options
 from sp_compiler.pass_manager.reproduction import reproducible
 from sp_compiler.pipeline_parallel.axes import pipeline_axis
 from sp_compiler.pipeline_parallel.cutting import check_layers
@@ -129,15 +129,11 @@ def compile(
 
 
 def _check(initial_weights: str, rank_timeout: float, **switches: bool) -> None:
-    if initial_weights not in ("compare", "broadcast"):
-        raise ArgumentError(
-            f"initial_weights={initial_weights!r}: expected 'compare' or 'broadcast'"
-        )
+    check_choice("initial_weights", initial_weights, ("compare", "broadcast"))
     if type(rank_timeout) not in (int, float) or not 0 < rank_timeout < float("inf"):  # nor NaN
         raise ArgumentError(f"rank_timeout={rank_timeout!r}: expected a positive number of seconds")
     for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise ArgumentError(f"{name}={value!r}: expected True or False")
+        check_choice(name, value, (True, False))
 
 
 @with_options
@@ -246,7 +242,7 @@ def pipeline(  # noqa: PLR0913 - all by keyword, each described below
     return result
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Builder:
     """Compiles the model of one module for the inputs of a call, and judges what comes out."""
 
@@ -267,6 +263,8 @@ class _Builder:
         compiled = build(
             model, args, kwargs, self.options, fixed=fixed, open_dims=open_dims, keep=keep
         )
+        if fixed is None:  # FSDP2 has all other experts whole from here on
+            self.options = replace(self.options, divisible=frozenset(compiled.program.experts))
         self.check_fallbacks(compiled.plan.costly_fallbacks)
         # A user's rule is proven at its first use, whether the rest is or not.
         with reproducible(model, args, kwargs, self.options, fixed or {}, verify=self.verify):

@@ -203,7 +203,7 @@ def to_program(
     if options.loss_only:
         run.once(Pass.LOSS_ONLY, loss_only, captured)
     if options.ep > 1:
-        run.once(Pass.EXPERT_PARALLEL, expert_parallel, captured, options.ep)
+        run.once(Pass.EXPERT_PARALLEL, expert_parallel, captured, options.ep, options.divisible)
     # One rank has no collectives to hide.
     if options.half_batches and options.tp > 1:
         run.once(Pass.HALF_BATCHES, half_batches, captured)

@@ -188,6 +188,7 @@ class CompileOptions:
 
     Attributes:
         ep: number of ranks that divide the experts.
+        divisible: names of the parameters that may be divided over them; ``None``: of all experts.
         loss_only: see :mod:`sp_compiler.passes.loss_only`.
         tables_apart: see :func:`sp_compiler.passes.outline.outline`.
         split_backward: see :mod:`sp_compiler.passes.memory.split_backward`.
@@ -200,6 +201,7 @@ class CompileOptions:
 
     tp: int = 1
     ep: int = 1
+    divisible: frozenset[str] | None = None
     sequence_parallel: bool = True
     recompute: str = "selective"
     recompute_rest: str | None = None
@@ -226,20 +228,20 @@ class CompileOptions:
     layers_apart: bool = False
 
     def __post_init__(self) -> None:
-        _check_choice("recompute", self.recompute, RECOMPUTE)
+        check_choice("recompute", self.recompute, RECOMPUTE)
         # Not "auto": a budget is for all microbatches alike.
-        _check_choice("recompute_rest", self.recompute_rest, (None, *RECOMPUTE[:-1]))
+        check_choice("recompute_rest", self.recompute_rest, (None, *RECOMPUTE[:-1]))
         if self.recompute_rest is not None and self.recompute in ("auto", self.recompute_rest):
             raise ArgumentError(
                 f"recompute_rest={self.recompute_rest!r} with recompute={self.recompute!r}: "
                 'expected two different policies, for example "none" and "full"; not "auto"'
             )
-        _check_choice("dropout", self.dropout, get_args(Dropout))
-        _check_choice("backend", self.backend, BACKENDS)
-        _check_choice("outputs", self.outputs, get_args(Outputs))
-        _check_choice("half_batches", self.half_batches, (True, False, "auto"))
+        check_choice("dropout", self.dropout, get_args(Dropout))
+        check_choice("backend", self.backend, BACKENDS)
+        check_choice("outputs", self.outputs, get_args(Outputs))
+        check_choice("half_batches", self.half_batches, (True, False, "auto"))
         for name in _SWITCHES:
-            _check_choice(name, getattr(self, name), (True, False))
+            check_choice(name, getattr(self, name), (True, False))
         # Before anything is compiled: a wrong option is the user's, a PassError later would be
         # ours.
         for name in ("tp", "nominal_tokens", *_CHUNKS):
@@ -389,7 +391,8 @@ _INSTEAD = {
 """Advice: alternatives to ``device_memory``."""
 
 
-def _check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+def check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    """Raise :class:`ArgumentError` if ``value`` is none of ``allowed``."""
     # By type too: 1 == True, and tp=True or overlap=1 are mistakes.
     if value not in allowed or type(value) not in {type(choice) for choice in allowed}:
         raise ArgumentError(f"{name}={value!r}: {expected_one_of(value, allowed, repr)}")

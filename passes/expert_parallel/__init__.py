@@ -22,7 +22,7 @@ dropped, and their gradients are zeros. Requires and preserves normal form.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch.fx import Node
@@ -42,11 +42,14 @@ aten = torch.ops.aten
 _PRODUCTS = {aten.matmul.default, *MATMULS} - {aten.convolution.default}
 
 
-def expert_parallel(captured: Captured, num_ranks: int) -> None:
+def expert_parallel(
+    captured: Captured, num_ranks: int, divisible: Collection[str] | None = None
+) -> None:
     """Divide the experts of ``captured`` over ``num_ranks`` ranks, in place.
 
     Parameters of experts get the shape of one rank's part, and are listed in
-    ``captured.experts``.
+    ``captured.experts``. Those not among ``divisible`` stay whole on every rank, as do the rows
+    that they multiply; ``None`` divides all.
 
     Raises:
         UnsupportedError: no experts, or experts in a form that cannot be divided.
@@ -58,6 +61,8 @@ def expert_parallel(captured: Captured, num_ranks: int) -> None:
     layers = layers_of(graph, names)
     if not layers:
         raise UnsupportedError(_none_found(captured, names))
+    if divisible is not None:
+        layers = [x for x in layers if any(names[use.weight] in divisible for use in x.uses)]
     weights = dict.fromkeys(use.weight for layer in layers for use in layer.uses)
     for weight in weights:
         _divide(weight, names[weight], layers, num_ranks)
@@ -67,7 +72,21 @@ def expert_parallel(captured: Captured, num_ranks: int) -> None:
     for layer in layers:
         Rewrite(layer, num_ranks, varying).run()
     captured.experts = tuple(names[weight] for weight in weights)
+    if divisible is not None:
+        read = {name for node, name in names.items() if node.users}
+        _require_divided_as_before(read & {*divisible}, {*captured.experts})
     graph.lint()
+
+
+def _require_divided_as_before(stored: Collection[str], divided: Collection[str]) -> None:
+    """Raise an error if other parameters are ``divided`` than those that are ``stored`` so."""
+    for name in sorted({*stored} ^ {*divided}):
+        before, now = ("divided", "whole") if name in stored else ("whole", "divided")
+        raise UnsupportedError(
+            f'parameter {name!r} is {before} over the ranks of "ep" since the first call, and this '
+            f"call needs it {now}: let the first call, or example_inputs, reach all experts of the "
+            "same layer, and let nothing else read them"
+        )
 
 
 def _none_found(captured: Captured, names: dict[Node, str]) -> str:

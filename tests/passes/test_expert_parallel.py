@@ -139,9 +139,14 @@ class WithTable(Grouped):
         return super().forward(x, chosen, weights) + self.table[chosen[:, 0]]
 
 
-def _divided(make: Callable[[], nn.Module], num_ranks: int = 2) -> tuple[Captured, PassReport]:
+def _captured(make: Callable[[], nn.Module]) -> Captured:
     captured = capture(expert_models.model(make), (), expert_models.batches(1)[0])
     normalize(captured)
+    return captured
+
+
+def _divided(make: Callable[[], nn.Module], num_ranks: int = 2) -> tuple[Captured, PassReport]:
+    captured = _captured(make)
     with reporting(PassReport(Pass.EXPERT_PARALLEL)) as report:
         expert_parallel(captured, num_ranks)
     return captured, report
@@ -364,6 +369,26 @@ def test_a_model_without_experts_is_refused(
     normalize(captured)
     with pytest.raises(UnsupportedError, match="the model has no experts: leave the axis out"):
         expert_parallel(captured, 2)
+
+
+def test_experts_that_are_stored_whole_are_not_divided() -> None:
+    """Of a block that no call reached before the parameters were sharded."""
+    stored = frozenset(("layers.0.experts.up", "layers.0.experts.down"))
+    captured = _captured(Picked)
+    expert_parallel(captured, 2, stored)
+    assert {*captured.experts} == stored
+    sizes = {
+        ref.name: node.meta["val"].shape[0]
+        for node, ref in zip(captured.placeholders, captured.refs, strict=True)
+        if "experts" in ref.name
+    }
+    assert sizes == {name: 2 if name in stored else EXPERTS for name in sizes}
+    with pytest.raises(
+        UnsupportedError, match=r"'layers.0.experts.up' is whole .*needs it divided"
+    ):
+        expert_parallel(_captured(Picked), 2, frozenset(("layers.0.experts.down",)))
+    with pytest.raises(UnsupportedError, match=r"'tokens.weight' is divided .*needs it whole"):
+        expert_parallel(_captured(Picked), 2, stored | {"tokens.weight"})
 
 
 def test_lookups_by_token_are_no_experts() -> None:

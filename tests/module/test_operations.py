@@ -16,9 +16,10 @@ from torch.nn import functional as F
 from torch.torch_version import TorchVersion
 
 from sp_compiler.module.dtensors.gathered_views import write_through_views
+from sp_compiler.module.dtensors.losses import divide_by_all_elements, divide_by_all_labels
 from sp_compiler.module.dtensors.patches import (
     convolve_whole_dims,
-    divide_by_all_elements,
+    count_dims_from_front,
     divide_by_whole_sums,
     fill_pending_sums,
     reduce_all_dims,
@@ -157,6 +158,7 @@ def _extremes() -> dict[tuple[str, int], Tensor]:
 
 
 _LIKE = torch.linspace(3, -1, 30, dtype=torch.float64).view(6, 5).cos()
+_LABELS = torch.tensor([0, 1, 3, 1, 2, 2])
 # Those of whose backward DTensor has no rule for an operation, or no zeros or ones; those along a
 # dim or all of them; those that make something of a pending sum.
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -181,6 +183,15 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "norm": lambda x: torch.linalg.vector_norm(x, dim=()),
     "deviation": lambda x: x.std(()).detach() + x.nansum(()),
     "product": lambda x: x @ _LIKE.t(),
+    # Rows of which the ranks have 3 and 2, and 3 each; some are not counted, and not alike.
+    "labels of columns": lambda x: F.cross_entropy(x.t(), _LABELS[1:], ignore_index=1),
+    "labels of rows": lambda x: F.cross_entropy(x, _LABELS, _LIKE[0].abs()),
+    "labels of one rank": lambda x: F.nll_loss(x.t(), _LABELS[1:], ignore_index=2),
+    "labels of pixels": lambda x: F.cross_entropy(x.view(1, 6, 5), _LABELS[None, 1:] % 2),
+    "column from the end": lambda x: x.select(-1, 1),
+    "row from the end": lambda x: x.select(-2, 1),
+    "columns from the end": lambda x: x.narrow(-1, 1, 3) * x[:, 1:4],
+    "trapezoid": torch.trapezoid,
     "filled": lambda x: x.sum(1) + x.detach().sum(1).fill_(3),
     "a written column": lambda x: _written(x, (slice(None), 0), 3.0),
     "written rows": lambda x: _written(x, torch.tensor([0, 3]), 3.0),
@@ -214,7 +225,10 @@ def _value_and_gradient(function: Callable[[Tensor], Tensor], x: Tensor) -> tupl
 
 def _functions() -> dict[tuple[str, str], tuple[Tensor, Tensor]]:
     """By function and placement or kind of tensor."""
-    for install in (fill_pending_sums, reduce_all_dims, write_through_views, take_plain_operands):
+    for install in (
+        *(count_dims_from_front, divide_by_all_labels, fill_pending_sums, reduce_all_dims),
+        *(write_through_views, take_plain_operands),
+    ):
         install()
     mesh = init_device_mesh("cpu", (2,))
     result = {}
@@ -225,6 +239,9 @@ def _functions() -> dict[tuple[str, str], tuple[Tensor, Tensor]]:
         x = distribute_tensor(_START.clone(), mesh, [Shard(1)])
         x.__class__ = ShardedOutput
         result[name, "output"] = _value_and_gradient(function, x)
+    # Which torch flattens only in the first dim.
+    heads = distribute_tensor(_START.clone(), mesh, [segmented_shard(1, (5,), units=5)])
+    assert torch.equal(full(heads.flatten()), _START.flatten())
     # Without a rule either, but each rank would draw its own.
     with pytest.raises(NotImplementedError, match=r"aten\.poisson"):
         torch.poisson(distribute_tensor(_LIKE.abs(), mesh, [Shard(1)]))

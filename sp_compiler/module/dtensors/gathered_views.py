@@ -227,6 +227,18 @@ def run_past_handlers(
     return dispatcher.wrap(local, sharding.output_spec), sharding
 
 
+def by_rule_or_whole(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run ``operation`` as DTensor does, or on full tensors where torch has no rule for it: 2.11
+    has none for losses with logits and ``nansum``."""
+    try:
+        return run_past_handlers(operation, args, kwargs)[0]
+    except NotImplementedError:
+        mesh = next(x.device_mesh for x in args if isinstance(x, DTensor))
+        replicate = functools.partial(replicated, mesh=mesh)
+        result = operation(*map(full_value, args), **kwargs)
+        return pytree.tree_map_only(Tensor, replicate, result)
+
+
 def _take_view(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run ``operation`` as DTensor does, and return a result that stands for the view if it is a
     copy."""
@@ -235,10 +247,11 @@ def _take_view(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     try:
         with _in_mode_of(args[0]):
             result, sharding = run_past_handlers(operation, args, kwargs)
-    except (NotImplementedError, RuntimeError):
+    except (KeyError, NotImplementedError, RuntimeError):
         if torch.compiler.is_compiling() or not has_groups(args[0].device_mesh):
             raise
-        # Of a dim that it cannot cut, or without a rule.
+        # Of a dim that it cannot cut, or without a rule; a KeyError where it flattens segments that
+        # are not in the first dim.
         return _standing_for(_view_of_full(operation, args, kwargs), operation, args, kwargs)
     if type(args[0]) is DTensor:  # which torch checks: outputs of modules are of a class of ours
         result = return_and_correct_aliasing(operation, args, kwargs, result)

@@ -9,10 +9,9 @@ moments are placed as it is, the step of its local parts is the step of the para
 ``probabilities.cumsum(-1)``, scan each rank's part alone: torch compares the dim with that of the
 placement, which is counted from the front.
 
-A mean of losses of elements (``F.mse_loss``, ``smooth_l1_loss``, ``huber_loss``,
-``soft_margin_loss``, ``binary_cross_entropy`` with and without logits) of a sharded tensor is the
-mean of the means of parts, of which some may be larger, and its gradient too large by the number of
-parts: torch divides by the number of this rank's elements. Here it divides by that of all.
+The gradients of ``select`` and ``narrow`` (of ``diff`` and ``trapezoid``, too) along a dim that is
+counted from the end are placed as if that dim were another one: they are those of other elements,
+or errors on some of the ranks.
 
 A convolution along a sharded dim of an image or sequence convolves the part of this rank alone, and
 its result is as small as that of the part; the gradient of ``adaptive_avg_pool2d`` of an image
@@ -51,19 +50,19 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._ops import _pointwise_ops
 from torch.distributed.tensor.experimental import register_sharding
 from torch.torch_version import TorchVersion
-from torch.utils import _pytree as pytree
 
 from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.ir.fx import named_arguments
 from sp_compiler.module.dtensors.gathered_views import (
+    by_rule_or_whole,
     full_value,
     handle,
     overloads_of,
-    replicated,
     run_past_handlers,
     write_through_views,
     write_whole,
 )
+from sp_compiler.module.dtensors.losses import divide_by_all_elements, divide_by_all_labels
 from sp_compiler.module.dtensors.overflows import find_overflows_of_all_ranks
 from sp_compiler.module.dtensors.plain_operands import take_plain_operands
 
@@ -83,16 +82,6 @@ _DRAWN = tuple(
         *("log_normal_", "random_", "rand_like", "randn_like", "randint_like", "bernoulli"),
     )
 )
-# Without sharding rules of their own: DTensor places them by what they decompose into.
-_LOSSES_OF_ELEMENTS = tuple(
-    getattr(torch.ops.aten, name + direction).default
-    for name in (
-        *("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"),
-        *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
-    )
-    for direction in ("", "_backward")
-    if hasattr(torch.ops.aten, name + direction)
-)
 _CONVOLUTIONS = (
     torch.ops.aten.convolution.default,
     torch.ops.aten.convolution_backward.default,
@@ -100,6 +89,10 @@ _CONVOLUTIONS = (
 _POOLS = (
     torch.ops.aten._adaptive_avg_pool2d.default,
     torch.ops.aten._adaptive_avg_pool2d_backward.default,
+)
+_GRADIENTS_OF_PARTS = (
+    torch.ops.aten.select_backward.default,
+    torch.ops.aten.slice_backward.default,
 )
 # Those of which torch takes an empty list of dims for all of them.
 _OVER_ALL_DIMS = tuple(
@@ -110,13 +103,14 @@ _OVER_ALL_DIMS = tuple(
         *(("linalg_vector_norm", "default"), ("count_nonzero", "dim_IntList")),
     )
 )
-_MEAN, _SUM = 1, 2  # of ATen's enum Reduction
 
 
 def patch_dtensors() -> None:
     """Install all patches of DTensor, for the process; a second call does nothing."""
     convolve_whole_dims()
+    count_dims_from_front()
     divide_by_all_elements()
+    divide_by_all_labels()
     divide_by_whole_sums()
     draw_whole_tensors()
     fill_pending_sums()
@@ -152,9 +146,9 @@ def read_true_numbers() -> None:
 
 
 @functools.cache
-def divide_by_all_elements() -> None:
-    """Make means of losses, and their gradients, those over all ranks, for the process."""
-    handle(_LOSSES_OF_ELEMENTS, _mean_over_all)
+def count_dims_from_front() -> None:
+    """Make gradients of parts along a dim know it however it is counted, for the process."""
+    handle(_GRADIENTS_OF_PARTS, _place_part)
 
 
 @functools.cache
@@ -299,15 +293,10 @@ def _read_number(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     return operation(*map(full_value, args), **kwargs)
 
 
-def _mean_over_all(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run a loss, or its gradient: of a mean as that of the sum, divided by the elements."""
-    given = named_arguments(operation, args, kwargs)
-    is_mean = given["reduction"] == _MEAN
-    given["reduction"] = _SUM if is_mean else given["reduction"]
-    tensors = [x for x in given.values() if isinstance(x, Tensor)]
-    result = _by_rule_or_whole(operation, [*given.values()], {})
-    shapes = [x.shape for x in tensors]
-    return result / torch.broadcast_shapes(*shapes).numel() if is_mean else result
+def _place_part(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    grad, sizes, dim, *rest = args
+    result, _ = run_past_handlers(operation, (grad, sizes, dim % len(sizes), *rest), kwargs)
+    return result
 
 
 def _reduce(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -316,19 +305,7 @@ def _reduce(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
         given["dim"] = list(range(given["self"].ndim))
     positional = [a.name for a in operation._schema.arguments if not a.kwarg_only]
     values = [given.pop(name) for name in positional if name in given]
-    return _by_rule_or_whole(operation, values, given)
-
-
-def _by_rule_or_whole(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run ``operation`` as DTensor does, or on full tensors where torch has no rule for it: 2.11
-    has none for losses with logits and ``nansum``."""
-    try:
-        return run_past_handlers(operation, args, kwargs)[0]
-    except NotImplementedError:
-        mesh = next(x.device_mesh for x in args if isinstance(x, DTensor))
-        replicate = functools.partial(replicated, mesh=mesh)
-        result = operation(*map(full_value, args), **kwargs)
-        return pytree.tree_map_only(Tensor, replicate, result)
+    return by_rule_or_whole(operation, values, given)
 
 
 def _fill(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

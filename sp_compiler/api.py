@@ -258,6 +258,8 @@ class _Builder:
         fixed: dict[str, Placement] | None,
         open_dims: bool,
     ) -> PlannedProgram:
+        if fixed is None:  # again, if what followed the first time has failed
+            self.options = replace(self.options, divisible=None)
         # A proof starts from what was captured, before any pass of ours.
         keep: KeptGraphs = "unsharded" if self.verify else "stages"
         compiled = build(

@@ -163,7 +163,7 @@ def compile_captured(
     """Run everything after the capture, which is rewritten; ``name``: the model's class."""
     # Normalizing rewrites the capture in place; a proof starts from the graph before it.
     original = captured.copy() if keep == "unsharded" else None
-    program = to_program(captured, options, run)
+    program = to_program(captured, options, run, fixed)
     compilation = Compilation(program, options, fixed=fixed, run=run)
     compiled, planned_rest = compilation.finish(options), None
     if options.recompute_rest is not None:
@@ -190,11 +190,14 @@ def compile_captured(
 
 @without_autocast()
 def to_program(
-    captured: Captured, options: CompileOptions, run: PassRunner | None = None
+    captured: Captured,
+    options: CompileOptions,
+    run: PassRunner | None = None,
+    fixed: Mapping[str, Placement] | None = None,
 ) -> Program:
     """Normalize ``captured`` in place and outline it into regions, not sharded yet."""
     run = run or PassRunner()
-    wishes = wishes_of(options.hints, captured.parameters)
+    placed = wishes_of(options.hints, captured.parameters), fixed
     run.once(Pass.NORMALIZE, normalize, captured, options.dropout)
     # After normalizing, where what a user wants to match has one spelling; before outlining, so
     # that layers rewritten alike still share a region.
@@ -207,7 +210,7 @@ def to_program(
     # One rank has no collectives to hide.
     if options.half_batches and options.tp > 1:
         run.once(Pass.HALF_BATCHES, half_batches, captured)
-    return run.once(Pass.OUTLINE, outline, captured, wishes, tables_apart=options.tables_apart)
+    return run.once(Pass.OUTLINE, outline, captured, *placed, tables_apart=options.tables_apart)
 
 
 class Compilation:

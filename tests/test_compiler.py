@@ -64,7 +64,8 @@ def test_options_are_the_same_everywhere(name: str) -> None:
     parameters = inspect.signature(function).parameters
     defaults = CompileOptions()
     all_options = {field.name for field in dataclasses.fields(CompileOptions)}
-    derived = {"tp", "ep", "loss_only", "tables_apart", "split_backward", "layers_apart"}
+    derived = {"tp", "ep", "divisible", "loss_only", "tables_apart"}
+    derived |= {"split_backward", "layers_apart"}
     assert set(Options.__annotations__) == all_options - derived
     for option in Options.__annotations__:
         shown = parameters[option].default

@@ -12,16 +12,25 @@ from collections.abc import Iterable, Mapping
 from torch.fx import Node
 
 from sp_compiler.base.pass_report import Pass, report_of
+from sp_compiler.base.placement import Placement
 from sp_compiler.ir.captured import Captured
 from sp_compiler.ir.hints import Wish
 from sp_compiler.ir.program import Call, Program, Ref, Region
-from sp_compiler.passes.outline.distinct import DistinctRegions, allowed_for_inputs
+from sp_compiler.passes.outline.distinct import (
+    DistinctRegions,
+    allowed_for_inputs,
+    stored_differently,
+)
 from sp_compiler.passes.outline.draft import draft_region
 from sp_compiler.passes.outline.pieces import TABLES, pieces_of
 
 
 def outline(
-    captured: Captured, wishes: Mapping[str, Wish] | None = None, *, tables_apart: bool = False
+    captured: Captured,
+    wishes: Mapping[str, Wish] | None = None,
+    stored: Mapping[str, Placement] | None = None,
+    *,
+    tables_apart: bool = False,
 ) -> Program:
     """Build the program of a normalized capture, which is not modified.
 
@@ -32,6 +41,7 @@ def outline(
         captured: normalized.
         wishes: hints by parameter; layers whose parameters must be placed differently get different
             regions.
+        stored: placements of parameters that an earlier compilation decided; likewise.
         tables_apart: whether values that layers read and that depend on inputs alone (masks, rotary
             tables) are computed in a separate call, which every stage of a pipeline can run.
     """
@@ -39,6 +49,7 @@ def outline(
     refs = dict(zip(captured.placeholders, captured.refs, strict=True))
     fixed = [node for node, ref in refs.items() if ref.kind not in ("param", "seed")]
     pieces = pieces_of(captured.module.graph, fixed if tables_apart else None)
+    apart = stored_differently(pieces, refs, stored or {})
     # Tables draw nothing: with and without a call for them, random numbers are the same.
     num_tables = sum(piece.name == TABLES for piece in pieces)
     distinct, report = DistinctRegions(), report_of(Pass.OUTLINE)
@@ -48,7 +59,7 @@ def outline(
         outputs = [n for n in piece.nodes if any(user not in inside for user in n.users)]
         draft, inputs = draft_region(piece, refs, outputs)
         num_distinct = len(distinct.regions)
-        use = distinct.use_of(draft, allowed_for_inputs(inputs, refs, wishes))
+        use = distinct.use_of(draft, allowed_for_inputs(inputs, refs, wishes, apart))
         # Layers of one class were expected to be one region.
         alike = next((call for call in program_calls if call.region.name == piece.name), None)
         if alike is not None and alike.path and len(distinct.regions) > num_distinct:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from sp_compiler.base.placement import Placement
 from sp_compiler.ir.fx import is_call
 from sp_compiler.ir.graph_theory import ComparableGraph, isomorphism
 from sp_compiler.ir.hints import Wish
 from sp_compiler.ir.op_traits import DRAWS, draws
 from sp_compiler.ir.program import Ref, Region
 from sp_compiler.passes.outline.draft import Draft
+from sp_compiler.passes.outline.pieces import Piece
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,10 @@ class DistinctRegions:
         self._uses: dict[str, Use] = {}
         self._candidates: list[tuple[ComparableGraph, Draft, Region]] = []
 
-    def use_of(self, draft: Draft, allowed: Mapping[int, tuple[bool, ...]]) -> Use:
+    def use_of(self, draft: Draft, allowed: Mapping[int, object]) -> Use:
         """Return the region of ``draft``, found by its text, or by isomorphism, or created.
 
-        ``allowed``: see :func:`allowed_for_inputs`. Regions with different hints are different,
+        ``allowed``: see :func:`allowed_for_inputs`. Regions with different ones are different,
         because their parameters are placed differently.
         """
         text = f"{_canonical_text(draft)}\n{allowed}"
@@ -85,7 +87,7 @@ def _canonical_text(draft: Draft) -> str:
     return "\n".join(lines)
 
 
-def _labels(draft: Draft, allowed: Mapping[int, tuple[bool, ...]]) -> dict[Node, str]:
+def _labels(draft: Draft, allowed: Mapping[int, object]) -> dict[Node, str]:
     """Return for each node text of everything but its operands that must agree for two pieces to
     share a region.
 
@@ -115,12 +117,30 @@ def _labels(draft: Draft, allowed: Mapping[int, tuple[bool, ...]]) -> dict[Node,
 
 
 def allowed_for_inputs(
-    inputs: list[Node], refs: dict[Node, Ref], wishes: Mapping[str, Wish]
-) -> dict[int, tuple[bool, ...]]:
-    """Return the placements that the user's hints allow for inputs (see
-    :attr:`sp_compiler.ir.hints.Wish.allowed`), by position; inputs without hints are left out."""
+    inputs: list[Node],
+    refs: dict[Node, Ref],
+    wishes: Mapping[str, Wish],
+    stored: Mapping[str, Placement],
+) -> dict[int, object]:
+    """Return the placements that inputs can have, by position: the ``stored`` one, or those that
+    the user's hints allow (see :attr:`sp_compiler.ir.hints.Wish.allowed`); others are left out."""
     names = [refs[node].name if refs[node].kind == "param" else "" for node in inputs]
-    return {i: wishes[name].allowed for i, name in enumerate(names) if name in wishes}
+    hinted = {i: wishes[name].allowed for i, name in enumerate(names) if name in wishes}
+    return {**hinted, **{i: stored[name] for i, name in enumerate(names) if name in stored}}
+
+
+def stored_differently(
+    pieces: Iterable[Piece], refs: Mapping[Node, Ref], stored: Mapping[str, Placement]
+) -> dict[str, Placement]:
+    """Return those of ``stored`` that layers of one class do not have in common."""
+    in_layers: dict[tuple[str, str], dict[str, Placement]] = {}
+    for piece in pieces:
+        read = {refs[x] for node in piece.nodes for x in node.all_input_nodes if x in refs}
+        for name in {ref.name for ref in read if ref.kind == "param"} & stored.keys():
+            inside = piece.name, name.removeprefix(piece.layer.path)
+            in_layers.setdefault(inside, {})[name] = stored[name]
+    differing = [each for each in in_layers.values() if len({*each.values()}) > 1]
+    return {name: where for each in differing for name, where in each.items()}
 
 
 @dataclass(frozen=True)

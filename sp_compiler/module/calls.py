@@ -371,11 +371,10 @@ def _place(
     # At first also what this program does not use: FSDP2 shards it, and checkpoints have it.
     compared = list(parameters) if state.fixed is None else fresh
     _compare(state, {"parameter": {n: parameters[n] for n in compared}, "buffer": state.buffers})
-    for name in placements:
-        if name in fixed and fixed[name] != placements[name]:
+    for name, kept in (state.kept_placements() or {}).items():
+        if placements.get(name, kept) != kept:
             raise ArgumentError(
-                f"parameter {name!r} is stored {fixed[name]}, and was compiled as "
-                f"{placements[name]}"
+                f"parameter {name!r} is stored {kept}, and was compiled as {placements[name]}"
             )
     placed = {id(parameters[name]): placements[name] for name in fresh}
     for name in fresh:

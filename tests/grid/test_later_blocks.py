@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,15 +17,17 @@ from tests.helpers.users import Block, batch
 
 
 class _Chosen(nn.Module):
-    """Runs one of its blocks."""
+    """Runs one of its blocks, or all."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(2)
-        self.blocks = nn.ModuleList([Block(0.0), Block(0.0)]).double()
+        self.blocks = nn.ModuleList([Block(0.0) for _ in range(3)]).double()
 
     def forward(self, x: Tensor, number: int) -> Tensor:
-        return self.blocks[number](x).square().mean()
+        for index in ((0,), (1,), (1, 0, 2))[number]:
+            x = self.blocks[index](x)
+        return x.square().mean()
 
 
 class _ChosenExperts(nn.Module):
@@ -41,20 +44,20 @@ class _ChosenExperts(nn.Module):
 
 
 def _trained() -> None:
-    _follow(_Chosen, batch(), dp_shard=2, tp=2)
+    _follow(_Chosen, batch(), (0, 1, 2, 0, 2, 1), dp_shard=2, tp=2)
 
 
 def _experts_trained() -> None:
     torch.manual_seed(1)
     x = torch.randn(8, expert_models.HIDDEN, dtype=torch.float64)
-    module = _follow(_ChosenExperts, x, ep=2, tp=1)
+    module = _follow(_ChosenExperts, x, (0, 1, 1, 0, 1), ep=2, tp=1)
     first, second = (grids.local(block.experts.up).shape for block in module.blocks)
     assert first[0] == second[0] == 2  # of four: one divided over "ep", the other by FSDP2
     assert list(module.plan.collectives) == []
 
 
-def _follow(make: Any, x: Tensor, **axes: int) -> Any:
-    """Train the module and the model on calls of either block, first without gradients."""
+def _follow(make: Any, x: Tensor, numbers: Sequence[int], **axes: int) -> Any:
+    """Train the module and the model on calls of these blocks, first without gradients."""
     mesh, model = grids.mesh(**axes), make()
     part, parts = sp_compiler.data_shard(mesh)
     own = x.chunk(parts)[part]
@@ -66,7 +69,7 @@ def _follow(make: Any, x: Tensor, **axes: int) -> Any:
         assert abs(loss / dist.get_world_size() - model(x, 1)) < 1e-12
     for one, batch_of_one in ((module, own), (model, x)):
         optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
-        for number in (0, 1, 1, 0, 1):
+        for number in numbers:
             one(batch_of_one, number).backward()
             optimizer.step()
             optimizer.zero_grad()

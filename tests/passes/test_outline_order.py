@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
+from sp_compiler.base.placement import I, Placement, S
 from sp_compiler.ir.fx import calls
 from sp_compiler.ir.hints import wishes_of
 from sp_compiler.ir.program import Program
@@ -254,3 +255,19 @@ def test_hints_keep_layers_apart_that_they_tell_apart(
     normalize(captured)
     program = outline(captured, wishes_of({hinted: Shard(0)}, captured.parameters))
     assert len(set(_layers(program))) == regions
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(
+    ("stored", "regions"),
+    [({"0": S(0), "1": S(0)}, 1), ({"0": S(0)}, 1), ({"0": S(0), "1": I}, 2)],
+)
+def test_layers_that_are_stored_differently_are_apart(
+    turned: bool, stored: dict[str, Placement], regions: int
+) -> None:
+    """They had the placements of the first, whatever those of the others were."""
+    captured = capture(_model(Layer(), Layer(turned)), (_input(),), {})
+    normalize(captured)
+    placements = {f"layers.{layer}.q.weight": where for layer, where in stored.items()}
+    assert placements.keys() <= captured.parameters.keys()
+    assert len(set(_layers(outline(captured, stored=placements)))) == regions

@@ -192,6 +192,12 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "row from the end": lambda x: x.select(-2, 1),
     "columns from the end": lambda x: x.narrow(-1, 1, 3) * x[:, 1:4],
     "trapezoid": torch.trapezoid,
+    "sum of norms of rows": lambda x: x.norm(dim=1).sum(),
+    "sum of norms of columns": lambda x: torch.linalg.vector_norm(x, 3, 0, keepdim=True).sum(
+        (0, 1)
+    ),
+    "rows with any": lambda x: x.sum(1) * (x > 1).any(1).to(x.dtype),
+    "columns with any": lambda x: x.sum(0) * (x > 1).any(0).to(x.dtype),
     "filled": lambda x: x.sum(1) + x.detach().sum(1).fill_(3),
     "a written column": lambda x: _written(x, (slice(None), 0), 3.0),
     "written rows": lambda x: _written(x, torch.tensor([0, 3]), 3.0),

@@ -22,6 +22,10 @@ without a batch is wrong. Here the dim is gathered.
 ``weight.amax()`` or ``weight.norm(math.inf)``, and divides by their number, which torch 2.11 does
 part by part.
 
+``weight.norm(dim=1).sum()`` along a sharded dim adds up the norms of each rank's part, and takes
+the norm of these sums; ``mask.any(1).to(dtype)`` counts the ranks that have one. Here pending norms
+are put together before they are summed, and ``any`` at once.
+
 ``fill_`` of a sum that is pending, as in the ones of ``F.cosine_embedding_loss``, fills the summand
 of every rank, and the sum is as many times too large as there are ranks.
 
@@ -94,11 +98,12 @@ _GRADIENTS_OF_PARTS = (
     torch.ops.aten.select_backward.default,
     torch.ops.aten.slice_backward.default,
 )
+_ANY = overloads_of([torch.ops.aten.any])
 # Those of which torch takes an empty list of dims for all of them.
 _OVER_ALL_DIMS = tuple(
     getattr(getattr(torch.ops.aten, name), overload)
     for name, overload in (
-        *(("sum", "dim_IntList"), ("mean", "dim"), ("nansum", "default")),
+        *(("sum", "default"), ("sum", "dim_IntList"), ("mean", "dim"), ("nansum", "default")),
         *((name, "correction") for name in ("var", "std", "var_mean", "std_mean")),
         *(("linalg_vector_norm", "default"), ("count_nonzero", "dim_IntList")),
     )
@@ -162,9 +167,10 @@ def convolve_whole_dims() -> None:
 
 @functools.cache
 def reduce_all_dims() -> None:
-    """Make sums, means and others over an empty list of dims those over all of them, for the
-    process."""
+    """Make sums, means and others over an empty list of dims those over all of them, of pending
+    norms those of the norms, and ``any`` a boolean, for the process."""
     handle(_OVER_ALL_DIMS, _reduce)
+    handle(_ANY, _reduce_now)
 
 
 @functools.cache
@@ -301,11 +307,23 @@ def _place_part(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 def _reduce(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     given = named_arguments(operation, args, kwargs)
+    if any(hasattr(where, "norm_type") for where in given["self"].placements):
+        given["self"] = _without_pending(given["self"])
     if given.get("dim") == []:
         given["dim"] = list(range(given["self"].ndim))
     positional = [a.name for a in operation._schema.arguments if not a.kwarg_only]
     values = [given.pop(name) for name in positional if name in given]
     return by_rule_or_whole(operation, values, given)
+
+
+def _reduce_now(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DTensor:
+    return _without_pending(by_rule_or_whole(operation, args, kwargs))
+
+
+def _without_pending(x: DTensor) -> DTensor:
+    """Return ``x`` with what is pending reduced."""
+    places = [Replicate() if p.is_partial() else p for p in x.placements]
+    return cast(DTensor, x.detach()).redistribute(placements=places)  # detached as in full_value
 
 
 def _fill(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

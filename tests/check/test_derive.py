@@ -121,6 +121,9 @@ REFUSED: dict[str, Case] = {
     "fill a partial sum": (
         aten.masked_fill.Scalar, [(4, 6), {(4, 6): torch.bool}, -1.0], ["P", "R"],
     ),
+    "another number than zero behind a mask": (
+        aten.where.ScalarSelf, [{(4, 6): torch.bool}, -1.0, (4, 6)], ["R", "P"],
+    ),
     "pad a partial sum with ones": (aten.constant_pad_nd.default, [(4, 6), [0, 1], 1.0], ["P"]),
     "softmax over a shard": (aten._softmax.default, [(4, 6), -1, False], ["S(1)"]),
     "mean over a shard": (aten.mean.dim, [(4, 6), [0]], ["S(0)"]),
@@ -194,6 +197,12 @@ ACCEPTED: dict[str, tuple[Any, list[Any], list[str], set[str]]] = {
     "fused heads": (
         aten.split_with_sizes.default, [(4, 6), [2, 4], 1], ["S(1|4,8)"], {"S(1), S(1)"},
     ),
+    "a zero behind a mask": (
+        aten.where.ScalarSelf, [{(4, 6): torch.bool}, 0, (4, 6)], ["R", "P"], {"P"},
+    ),
+    "a zero elsewhere than behind a mask": (
+        aten.where.ScalarOther, [{(4, 6): torch.bool}, (4, 6), 0], ["R", "P"], {"P"},
+    ),
     "heads fused again": (aten.cat.default, [[(2, 6), (4, 6)]], ["S(0)", "S(0)"], {"S(0|4,8)"}),
     "heads of two kinds merged with their features": (
         aten.view.default, [(5, 7, 4, 3), [35, 12]], ["S(2|4,2,2)"], {"S(1|12,6,6)"},
@@ -237,6 +246,7 @@ NUMERIC: dict[Any, list[Any]] = {
     aten.threshold_backward.default: [randn(4, 6), randn(4, 6), 0],
     aten.detach.default: [randn(4, 6)],
     aten.masked_fill.Scalar: [randn(4, 6), randn(4, 1) > 0, 0.0],
+    aten.where.ScalarSelf: [randn(4, 1) > 0, 0.0, randn(4, 6)],
     aten.addmm.default: [randn(6), randn(4, 8), randn(8, 6)],
     aten.linear.default: [randn(4, 8), randn(6, 8), randn(6)],
     aten._softmax_backward_data.default: [

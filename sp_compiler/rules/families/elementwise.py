@@ -44,8 +44,8 @@ def _linear_sets(node: Node, count: int) -> tuple[tuple[int, ...], ...]:
         return tuple((position,) for position in range(count))
     if name == "div" and not arguments(node).get("rounding_mode"):
         return ((0,),)
-    if name == "where" and count == 3:
-        return ((1, 2),)
+    if name == "where":
+        return _linear_in_where(node, count)
     if name in ("_conj", "conj_physical", "complex"):
         return (tuple(range(count)),)
     if name == "copy":  # what is written over does not matter
@@ -55,6 +55,16 @@ def _linear_sets(node: Node, count: int) -> tuple[tuple[int, ...], ...]:
         values = tensor_operands(node)[0].meta["val"], node.meta["val"]
         return ((0,),) if all(map(carries_gradient, values)) else ()
     return ()
+
+
+def _linear_in_where(node: Node, count: int) -> tuple[tuple[int, ...], ...]:
+    """Of two values, or of one and the number zero; another number would be added once by each
+    rank."""
+    if count == 3:
+        return ((1, 2),)
+    values = (arguments(node)["self"], arguments(node)["other"])
+    has_zero = any(not isinstance(value, Node) and value == 0 for value in values)
+    return ((1,),) if count == 2 and has_zero else ()
 
 
 # Those without PyTorch's tag, which serves all others.

@@ -224,8 +224,9 @@ def _is_in_order(node: Node) -> bool:
     # Those of the example: which of two strides is larger does not depend on open sizes.
     value = node.meta["val"]
     sizes, strides = (map(example_number, each) for each in (value.shape, value.stride()))
-    of_dims = [stride for stride, size in zip(strides, sizes, strict=True) if size != 1]
-    return all(not inner or outer >= inner for outer, inner in pairwise(of_dims))
+    # A dim of size 1 or one that is expanded has no place: there the next operand decides.
+    of_dims = [stride for stride, size in zip(strides, sizes, strict=True) if size != 1 and stride]
+    return all(outer >= inner for outer, inner in pairwise(of_dims))
 
 
 def _views_behind_cat(node: Node) -> Node | None:

@@ -9,10 +9,12 @@ import torch
 
 from sp_compiler.base.placement import I, P, Placement, R, S, T
 from sp_compiler.check.derive import declared_strategies
+from sp_compiler.ir.op_traits import base, collective_of
 from sp_compiler.ops.communicator import Communicator, running_on
 from sp_compiler.ops.convert import (
     CONVERSIONS,
     CONVERT,
+    CONVERT_IN_PLACE,
     LINK_CROSSINGS,
     WAIT,
     conversion_between,
@@ -95,6 +97,24 @@ def test_rows_of_tokens_are_shards() -> None:
     assert conversion_between(S(0), S(1)) is None
 
 
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_reduction_in_place(world_size: int) -> None:
+    """Generated code finds the sum in what it gave; a graph that is interpreted gets another."""
+    with simulated_ranks(world_size) as tp:
+        x, y, z = (scatter(_X, P, world_size) for _ in range(3))
+        assert torch.equal(gather_check(tp.all_reduce_(x, "P", "I"), I), _X)
+        assert torch.equal(gather_check(x, I), _X)
+        pending = tp.start_all_reduce_(y, "P", "I")
+        assert torch.equal(gather_check(pending.wait(), I), _X)
+        assert torch.equal(gather_check(y, I), _X)
+        with running_on(tp):
+            result = CONVERT_IN_PLACE.overload(z, "P", "I", world_size)
+        assert torch.equal(gather_check(result, I), _X)
+    node = node_of(CONVERT_IN_PLACE, [_X], ("P", "I", world_size))
+    assert base(node) is node.args[0]
+    assert collective_of(node) == "all_reduce"
+
+
 def test_the_checks_are_told_of_no_conversion_that_there_is_not() -> None:
     node = node_of(CONVERT, [_X], ("R", "P", 2))
     assert declared_strategies(node, 2) == []
@@ -104,6 +124,7 @@ def test_the_checks_are_told_of_no_conversion_that_there_is_not() -> None:
 def test_registered() -> None:
     assert_registered(CONVERT, _X.clone().requires_grad_(), "I", "R", 1)
     assert_registered(CONVERT, _X.clone().requires_grad_(), "S(1|8,4)", "R", 1)
+    assert_registered(CONVERT_IN_PLACE, _X, "P", "I", 1)
     assert_registered(WAIT, _X, 1)
 
 

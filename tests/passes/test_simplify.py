@@ -97,6 +97,11 @@ REWRITES: dict[str, tuple[Callable[..., Tensor], list[str], str]] = {
         ["exp", "gt", "slice", "where"],
         "fill_by_where",
     ),
+    "fill behind a mask for all rows": (
+        lambda x, y, b: x.view(2, 3, 4).masked_fill((x[:3] > 0).expand(2, 3, 4), 0.5),
+        ["view", "slice", "gt", "expand", "where"],
+        "fill_by_where",
+    ),
     "heads joined by features": (
         lambda x, y, b: torch.cat([_of_heads(x), _of_heads(x.exp())], 1),
         ["view", "transpose", "exp", "view", "transpose", "cat", "view"],

@@ -67,14 +67,14 @@ def test_a_layer_that_was_merged_wrongly(monkeypatch: pytest.MonkeyPatch) -> Non
     """Single blocks are right, the model is not: two layers differ in one constant."""
     original = compiler.outline
 
-    def merged(captured: Any, wishes: Any, **options: Any) -> Any:
+    def merged(captured: Any, *rest: Any, **options: Any) -> Any:
         for node in captured.module.graph.nodes:
             if node.target is aten.layer_norm.default and "blocks.1" in str(
                 node.meta["nn_module_stack"]
             ):
                 node.args = (*node.args[:4], 0.5, *node.args[5:])
         captured.module.recompile()
-        return original(captured, wishes, **options)
+        return original(captured, *rest, **options)
 
     monkeypatch.setattr(compiler, "outline", merged)
     with pytest.raises(PassError, match="outline") as refused:
@@ -317,7 +317,7 @@ def test_a_gradient_that_normalization_breaks(monkeypatch: pytest.MonkeyPatch) -
         copy.meta = dict(node.meta)
         node.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
         captured.module.recompile()
-        return original(captured, wishes, **options)
+        return original(captured, *rest, **options)
 
     monkeypatch.setattr(compiler, "outline", detached)
     with pytest.raises(PassError, match="gradient of") as refused:

@@ -309,7 +309,7 @@ def test_a_gradient_that_normalization_breaks(monkeypatch: pytest.MonkeyPatch) -
     """The forward of every part is right."""
     original = compiler.outline
 
-    def detached(captured: Any, wishes: Any, **options: Any) -> Any:
+    def detached(captured: Any, *rest: Any, **options: Any) -> Any:
         graph = captured.module.graph
         node = next(n for n in graph.nodes if n.target is aten.layer_norm.default)
         with graph.inserting_after(node):

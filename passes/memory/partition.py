@@ -95,12 +95,11 @@ def partition(joint: JointGraph, options: PartitionOptions | None = None) -> Par
     if backward is not None and output is not None and len(joint.tangents) > 1:
         loss = LossPart(output, _loss_backward(backward, joint.tangent_outputs, output))
     # Behind the loss's: there a summand may be zero.
-    for graph in (backward, None if loss is None else loss.backward):
-        if graph is not None:
-            sum_in_place(graph, _of_parameters(graph, joint.input_kinds), options.world_size)
-    for graph in (forward, backward, None if loss is None else loss.backward):
-        if graph is not None and options.reduce_in_place:
-            reduce_in_place(graph)
+    backwards = [] if backward is None else [backward, *([] if loss is None else [loss.backward])]
+    for graph in backwards:
+        sum_in_place(graph, _of_parameters(graph, joint.input_kinds), options.world_size)
+    for graph in (forward, *backwards) if options.reduce_in_place else ():
+        reduce_in_place(graph)
     return Partitioned(forward, backward, records, joint.num_outputs, loss)
 
 

@@ -150,10 +150,12 @@ def _copied_bytes(args: Arguments, result: Tensor) -> int:
     return 0
 
 
+_SCHEMA = "(Tensor x, str src, str dst, SymInt world_size) -> Tensor"
+
 CONVERT = register(
     Operator(
         name="convert",
-        schema="(Tensor x, str src, str dst, SymInt world_size) -> Tensor",
+        schema=_SCHEMA,
         kernel=convert,
         fake=_fake_converted,
         typings=_type_convert,
@@ -165,7 +167,7 @@ CONVERT = register(
 CONVERT_IN_PLACE = register(
     Operator(
         name="convert_in_place",
-        schema="(Tensor x, str src, str dst, SymInt world_size) -> Tensor",
+        schema=_SCHEMA,
         # An interpreted graph has time for a result of its own.
         kernel=convert,
         fake=_fake_converted,

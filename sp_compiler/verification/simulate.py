@@ -319,12 +319,10 @@ def _collective(func: Any, args: tuple[Any, ...]) -> Any:
         # Copies: in shared memory a write by one rank would be seen by all.
         full = torch.cat(parts)
         results = [full.clone() for _ in parts]
-    elif func is _c10d.all_reduce.default:
+    elif func in (_c10d.all_reduce.default, _c10d.all_reduce_.default):
         full = _REDUCTIONS[args[1]](torch.stack(parts))
-        results = [full.clone() for _ in parts]
-    elif func is _c10d.all_reduce_.default:
-        full = _REDUCTIONS[args[1]](torch.stack(parts))
-        results = [part.copy_(full) for part in parts]
+        in_place = func is _c10d.all_reduce_.default
+        results = [part.copy_(full) if in_place else full.clone() for part in parts]
     elif func is _c10d.reduce_scatter_tensor.default:
         full = _REDUCTIONS[args[1]](torch.stack(parts))
         results = [part.clone() for part in full.chunk(world_size)]

@@ -27,7 +27,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from sp_compiler.base.pass_report import Pass, report_of
-from sp_compiler.ir.op_traits import FUSED_ATTENTION, MATMULS, collective_of
+from sp_compiler.ir.op_traits import FUSED_ATTENTION, MATMULS, collective_of, is_tagged_pointwise
 from sp_compiler.ir.rewriting import make_like
 from sp_compiler.ir.symbolic import same_shape
 from sp_compiler.trace.joint import JointGraph
@@ -97,12 +97,11 @@ def _is_known(node: Node, known: dict[Node, bool]) -> bool:
     in_order = node.kwargs.get("memory_format") is torch.contiguous_format
     if node.target in _IN_ORDER or in_order or collective_of(node) is not None:
         return True
-    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
     for operand in node.all_input_nodes:
         if not known[operand]:
             return False
         # The first operand that has all dims decides in which order they lie.
-        if pointwise and _has_all_dims(operand, node):
+        if is_tagged_pointwise(node) and _has_all_dims(operand, node):
             return True
     return True
 

@@ -28,6 +28,7 @@ from sp_compiler.base.pass_report import Pass
 from sp_compiler.base.provenance import layer_of
 from sp_compiler.ir.captured import Captured
 from sp_compiler.ir.fx import arguments, calls, is_call, shape_of
+from sp_compiler.ir.op_traits import is_tagged_pointwise
 from sp_compiler.ir.rewriting import (
     erase_dead,
     insert_call,
@@ -326,9 +327,8 @@ def _expand_tokens(graph: Graph) -> None:
     in stochastic depth, over the sequence.
     """
     for node in list(graph.nodes):
-        tags = getattr(node.target, "tags", ())
         is_single = isinstance(node.meta.get("val"), torch.Tensor)  # frexp has two results
-        if node.op != "call_function" or torch.Tag.pointwise not in tags or not is_single:
+        if node.op != "call_function" or not is_tagged_pointwise(node) or not is_single:
             continue
         result = shape_of(node)
         # Only (b, s, h): its rows of tokens are flattened together, and what is broadcast over

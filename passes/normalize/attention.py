@@ -17,7 +17,7 @@ from sp_compiler.base.provenance import source_line
 from sp_compiler.base.units import bytes_text
 from sp_compiler.ir.captured import Captured
 from sp_compiler.ir.fx import ancestors, arguments, calls, is_getitem, shape_of
-from sp_compiler.ir.op_traits import draws
+from sp_compiler.ir.op_traits import draws, is_tagged_pointwise
 from sp_compiler.ir.rewriting import insert_call, replace_with
 from sp_compiler.ir.symbolic import Binding, evaluate
 
@@ -41,9 +41,6 @@ _BY_ROWS = frozenset(
         _aten.__and__.Tensor,
         _aten.__or__.Tensor,
         _aten._to_copy.default,
-        _aten.where.ScalarOther,
-        _aten.where.ScalarSelf,
-        _aten.where.Scalar,
         _aten.expand.default,
         _aten.ones.default,
         _aten.full.default,
@@ -145,8 +142,7 @@ class _Constants:
 
     def _rows(self, node: Node, rows: range) -> Tensor | None:
         """Compute rows of a value, all if it has one; ``None`` if they cannot be computed."""
-        by_rows = node.target in (*_BY_ROWS, *_SHAPE_ONLY)
-        by_rows = by_rows or torch.Tag.pointwise in getattr(node.target, "tags", ())
+        by_rows = is_tagged_pointwise(node) or node.target in (*_BY_ROWS, *_SHAPE_ONLY)
         if self._num_elements(node) <= _ROW_ELEMENTS or not by_rows or draws(node):
             return _rows_of(self._value(node), rows)
         if node.target in _SHAPE_ONLY:

@@ -39,6 +39,7 @@ from sp_compiler.ir.op_traits import (
     is_handed,
     is_part,
     is_pure_view,
+    is_tagged_pointwise,
     is_view,
     is_wait,
 )
@@ -197,11 +198,7 @@ def is_nestable(node: Node) -> bool:
         return True
     if getattr(node.target, "namespace", "") != "aten" or draws(node):
         return False
-    return (
-        torch.Tag.pointwise in node.target.tags
-        or node.target in COPIES
-        or node.target in _CONSTANTS
-    )
+    return is_tagged_pointwise(node) or node.target in COPIES or node.target in _CONSTANTS
 
 
 def stays_apart(node: Node) -> bool:

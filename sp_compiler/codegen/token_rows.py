@@ -31,7 +31,7 @@ from torch.fx import Graph, Node
 from sp_compiler.base.pass_report import Pass
 from sp_compiler.codegen.idioms import RESHAPES
 from sp_compiler.ir.fx import arguments, tensor_operands
-from sp_compiler.ir.op_traits import draws
+from sp_compiler.ir.op_traits import draws, is_tagged_pointwise
 from sp_compiler.ir.rewriting import copy_graph, make_like
 from sp_compiler.ir.symbolic import is_open, same_shape
 
@@ -70,10 +70,9 @@ def _skip_view(node: Node) -> None:
 
 def _rows(node: Node) -> torch.Size | None:
     """Return the shape of the rows that all operands of ``node`` are views of, else ``None``."""
-    tags = getattr(node.target, "tags", ())
     value = node.meta.get("val")
     # Numbers that are drawn depend on the shape in which they are drawn.
-    if torch.Tag.pointwise not in tags or draws(node) or not isinstance(value, Tensor):
+    if not is_tagged_pointwise(node) or draws(node) or not isinstance(value, Tensor):
         return None
     rows: torch.Size | None = None
     for operand in tensor_operands(node):

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from sp_compiler.cost.node_cost import node_collectives, tensor_bytes
-from sp_compiler.ir.op_traits import DRAWS, base, is_part, is_view, is_wait
+from sp_compiler.ir.op_traits import DRAWS, base, is_part, is_tagged_pointwise, is_view, is_wait
 
 _aten = torch.ops.aten
 # Their results are there when a row is through, which ends a kernel.
@@ -34,7 +34,6 @@ _ROW_WISE = frozenset(
 _POINTWISE = frozenset(
     {
         _aten.native_dropout_backward.default,
-        _aten.masked_fill.Scalar,
         _aten._to_copy.default,
         _aten.clone.default,
         *DRAWS,
@@ -110,7 +109,7 @@ def _kernels(graph: Graph) -> dict[Node, int]:
 def _is_fused(node: Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload) or node_collectives(node):
         return False
-    return node.target in _FUSED or torch.Tag.pointwise in node.target.tags
+    return node.target in _FUSED or is_tagged_pointwise(node)
 
 
 def _maker(node: Node) -> Node:

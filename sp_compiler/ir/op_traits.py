@@ -84,6 +84,8 @@ FILLED = {
     aten.scalar_tensor.default: "s",
 }
 COPIES = frozenset({aten.clone.default, aten._to_copy.default})
+# torch tags ``where.self``, which these are made of.
+_POINTWISE_BY_PARTS = frozenset({aten.where.Scalar, aten.where.ScalarOther, aten.where.ScalarSelf})
 
 
 def conversion_of(node: Node) -> Conversion | None:
@@ -187,6 +189,13 @@ def view_chain(node: Node) -> list[Node]:
 def is_returned(node: Node) -> bool:
     """Return whether whoever calls the function is given the tensor, and may write into it."""
     return any(user.op == "output" or (is_view(user) and is_returned(user)) for user in node.users)
+
+
+def is_tagged_pointwise(node: Node) -> bool:
+    """Return whether PyTorch has tagged the operator as one that broadcasts its operands and
+    combines them element by element, or every operator that it is made of."""
+    target = node.target
+    return torch.Tag.pointwise in getattr(target, "tags", ()) or target in _POINTWISE_BY_PARTS
 
 
 def is_copy(node: Node) -> bool:

@@ -27,6 +27,15 @@ def test_what_only_the_kernel_reads_is_not_moved() -> None:
     assert list(fused_bytes(graph).values()) == [FULL, 0, FULL]
 
 
+def test_a_number_behind_a_mask_is_put_in_by_the_kernel_around() -> None:
+    # torch does not tag this overload as pointwise.
+    b = GraphBuilder()
+    x, mask = b.input("x", 8, 6), b.input("mask", 6, dtype=torch.bool)
+    masked = b.call(aten.where.ScalarSelf, mask, 0, b.call(aten.mul.Tensor, x, 2.0))
+    graph = b.output(b.call(aten.exp.default, masked))
+    assert list(fused_bytes(graph).values()) == [FULL, 6, FULL]
+
+
 def test_what_is_saved_is_written() -> None:
     b = GraphBuilder()
     x = b.input("x", 8, 6)

@@ -313,7 +313,7 @@ class Compilation:
             joint, own, parts = tagged.joints[name], wanted[origin], partitioned[name]
             if own.overlap:
                 limits = own.own_parameters, own.sizes, room.get(name), options.device
-                ahead = {"in_a_row": name in in_a_row}
+                ahead = {"in_a_row": name in in_a_row, "fused": own.fused}
                 parts = run(Pass.OVERLAP, overlap_collectives, parts, *limits, region=name, **ahead)
             if self._checked:  # the graphs that run, after every pass that could change them
                 to_check = concretizer.partitioned(parts), joint.tangent_outputs, tp

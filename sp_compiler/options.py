@@ -242,8 +242,7 @@ class CompileOptions:
         check_choice("half_batches", self.half_batches, (True, False, "auto"))
         for name in _SWITCHES:
             check_choice(name, getattr(self, name), (True, False))
-        # Before anything is compiled: a wrong option is the user's, a PassError later would be
-        # ours.
+        # Before anything is compiled: a wrong option is the user's, a PassError would be ours.
         for name in ("tp", "nominal_tokens", *_CHUNKS):
             value = getattr(self, name)
             if name in _CHUNKS and value == "auto":
@@ -346,6 +345,11 @@ class CompileOptions:
         return hardware_of(self.hardware)
 
     @property
+    def fuses(self) -> bool:
+        """Whether ``backend`` fuses elementwise operators."""
+        return self.backend.startswith("inductor")
+
+    @property
     def memory_setting(self) -> dict[str, Any]:
         """The fields in which compilations that share a sharded program may differ."""
         names = ("recompute", "recompute_rest", "memory_budget", "device_memory", "offload")
@@ -360,16 +364,14 @@ class CompileOptions:
     @property
     def budget_bytes(self) -> int | None:
         """``memory_budget`` as a number."""
-        if self.memory_budget is None:
-            return None
-        return parse_bytes("memory_budget", self.memory_budget)
+        given = self.memory_budget
+        return None if given is None else parse_bytes("memory_budget", given)
 
     @property
     def device_bytes(self) -> int | None:
         """``device_memory`` as a number."""
-        return (
-            None if self.device_memory is None else parse_bytes("device_memory", self.device_memory)
-        )
+        given = self.device_memory
+        return None if given is None else parse_bytes("device_memory", given)
 
     def refuse_device_memory(
         self, where: Literal["data", "pipeline", "grid", "suggest", "backend"]

@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from sp_compiler.base.units import time_text
+from sp_compiler.cost.fused_kernels import fused_bytes
 from sp_compiler.cost.hardware import Hardware
 from sp_compiler.cost.host_transfers import beside_us, transfers_us
 from sp_compiler.cost.memory import backward_peak_bytes, function_peak_bytes
@@ -71,7 +72,7 @@ def candidates(
         options: what the program wants of each of them.
         free: outputs of the region that live until backward anyway because the model returns them.
     """
-    nodes, values = recompute_problem(joint, world_size, free, options.hardware)
+    nodes, values = recompute_problem(joint, world_size, free, options)
     # The frontier first: where a policy saves the same, the reasons in time are the better ones.
     solved = [_tags(nodes, values, choice) for choice in frontier(values)]
     named = [_policy_tags(joint, policy) for policy in POLICIES]
@@ -93,7 +94,7 @@ def offloads(
         own_inputs: inputs that die with each call of the region, which may be sent to the host.
         num_calls: calls of the region: of what they all send, the device holds two calls' at once.
     """
-    nodes, values = recompute_problem(joint, world_size, free, options.hardware)
+    nodes, values = recompute_problem(joint, world_size, free, options)
     sendable = _sendable(joint, nodes, values, free, own_inputs, num_calls, options.hardware)
     choices = frontier(sendable, host_us=_forward_us(nodes, values))
     tags = [_tags(nodes, values, choice) for choice in choices if choice.sent]
@@ -148,9 +149,14 @@ def measured(
     """Return the candidate for ``joint`` with its current ``tags``."""
     parts = partition_and_overlap(joint, options)
     graph, hardware = parts.step_backward, options.hardware
-    forward_us, backward_us, peak_bytes = elapsed_us(parts.forward, world_size, hardware), 0.0, 0
+
+    def elapsed(graph: Graph) -> float:
+        traffic = fused_bytes(graph) if options.fused else None
+        return elapsed_us(graph, world_size, hardware, traffic)
+
+    forward_us, backward_us, peak_bytes = elapsed(parts.forward), 0.0, 0
     if graph is not None:
-        backward_us = elapsed_us(graph, world_size, hardware)
+        backward_us = elapsed(graph)
         peak_bytes = backward_peak_bytes(graph, options.own_parameters)
     time_us = forward_us + backward_us + beside_us(parts.sent_bytes, hardware)
     # Each way takes place while the equal call after, or before, runs.
@@ -226,10 +232,11 @@ def recompute_problem(
     joint: JointGraph,
     world_size: int,
     free: frozenset[int],
-    hardware: Hardware,
+    options: PartitionOptions,
 ) -> tuple[list[Node], list[ForwardValue]]:
     """Return the nodes that may be saved, and their values for the solver."""
-    nodes = _forward_values(joint)
+    nodes, hardware = _forward_values(joint), options.hardware
+    traffic = fused_bytes(joint.graph) if options.fused else None
     position = {node: index for index, node in enumerate(nodes)}
     needed = _needed(joint)
     costless = {base(joint.outputs[index]) for index in free}
@@ -239,7 +246,7 @@ def recompute_problem(
         # Of a view its base may be saved, of several results each by itself; the bytes are theirs.
         owns = base(node) is node and isinstance(node.meta["val"], Tensor)
         wait_us = collectives_us(node_collectives(node), world_size, hardware)
-        time_us = compute_us(node, hardware) + wait_us
+        time_us = compute_us(node, hardware, traffic) + wait_us
         values.append(
             ForwardValue(
                 # Parameters and the user's inputs have no position: they exist, and cost nothing

@@ -43,6 +43,7 @@ class PartitionOptions:
         sizes: the program's open sizes.
         runs_last: whether backward starts with this region.
         hardware: profile for estimated times.
+        fused: whether the backend fuses elementwise operators.
         world_size: number of ranks.
         reduce_in_place: whether all-reduces may write into what they read.
     """
@@ -53,6 +54,7 @@ class PartitionOptions:
     sizes: Sizes | None = None
     runs_last: bool = False
     hardware: Hardware = H100
+    fused: bool = False
     world_size: int = 1
     reduce_in_place: bool = False
 
@@ -64,7 +66,9 @@ def partition_and_overlap(joint: JointGraph, options: PartitionOptions) -> Parti
     if not options.overlap:
         return parts
     own, sizes = options.own_parameters, options.sizes
-    return overlap_collectives(parts, own, sizes, hardware=options.hardware, thorough=False)
+    return overlap_collectives(
+        parts, own, sizes, hardware=options.hardware, fused=options.fused, thorough=False
+    )
 
 
 def partition(joint: JointGraph, options: PartitionOptions | None = None) -> Partitioned:

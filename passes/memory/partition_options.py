@@ -23,6 +23,7 @@ def partition_options(program: Program, options: CompileOptions) -> dict[str, Pa
             sizes=program.sizes,
             runs_last=_runs_last(program, region),
             hardware=options.device,
+            fused=options.fuses,
             world_size=options.tp,
             # Inductor may return one tensor for two results that it finds equal.
             reduce_in_place=options.backend == "eager",

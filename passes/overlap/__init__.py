@@ -59,6 +59,7 @@ def overlap_collectives(
     hardware: Hardware = H100,
     *,
     in_a_row: bool = False,
+    fused: bool = False,
     thorough: bool = True,
 ) -> Partitioned:
     """Return a copy of ``parts`` whose forward and backwards overlap work with collectives.
@@ -70,16 +71,18 @@ def overlap_collectives(
         hardware: profile for estimated times.
         in_a_row: whether calls of the region follow each other, so that a backward may recompute
             for the call before, or leave it gradients.
+        fused: whether elementwise operators cost what they do in fused kernels
+            (:mod:`sp_compiler.cost.fused_kernels`).
         thorough: whether to search longer, for functions that will run and are not only compared.
     """
     room = room or Room()
     of_forward = room.forward_bytes, hardware, _WORTH_STARTING
-    forward = overlapped(parts.forward, (), sizes, *of_forward, thorough=thorough)
+    forward = overlapped(parts.forward, (), sizes, *of_forward, fused=fused, thorough=thorough)
     parts = replace(parts, forward=forward)
     if parts.backward is None:
         return parts
     loss, split = parts.loss, parts.split
-    alone = Unordered.of(parts.backward, own_parameters, sizes, hardware)
+    alone = Unordered.of(parts.backward, own_parameters, sizes, hardware, fused=fused)
     in_a_row = in_a_row and loss is None
     cuts = look_aheads(parts.backward, len(parts.saved)) if in_a_row else ()
     ways = [(alone.with_graph(cut.both), cut) for cut in cuts]
@@ -89,7 +92,8 @@ def overlap_collectives(
     ahead = _look_ahead(ways, backward, room_bytes)
 
     def ordered(graph: Graph, own_parameters: Collection[int]) -> Graph:
-        return overlapped(graph, own_parameters, sizes, room_bytes, hardware, thorough=thorough)
+        within = own_parameters, sizes, room_bytes, hardware
+        return overlapped(graph, *within, fused=fused, thorough=thorough)
 
     if loss is not None:
         loss = replace(loss, backward=ordered(loss.backward, own_parameters))
@@ -163,7 +167,8 @@ def _look_ahead(
     quickest = quickest_of([both.search for both, _ in ways], room_bytes)
     both, cut = next(way for way in ways if way[0].search is quickest)
     # The first returns no gradients: recomputed values stand in their place.
-    recompute = Unordered.of(cut.recompute, (), both.sizes, both.hardware)
+    costs = both.sizes, both.hardware
+    recompute = Unordered.of(cut.recompute, (), *costs, fused=both.fused)
     rest = both.with_graph(cut.rest)
     ordered = both.scheduled(room_bytes)
     if ordered.time_us > worth_us or max(recompute.given_bytes, rest.given_bytes) > room_bytes:

@@ -75,7 +75,8 @@ class Unordered:
     """A graph as tasks, of which any number of schedules can be made.
 
     Attributes:
-        own_parameters: as for :func:`overlap_collectives`, like ``sizes`` and ``hardware``.
+        own_parameters: as for :func:`overlap_collectives`, like ``sizes``, ``hardware`` and
+            ``fused``.
         example: maps nodes of the copy with the example's sizes to those of ``graph``.
         known_search: a search for orders of the same tasks, which has found some.
     """
@@ -84,6 +85,7 @@ class Unordered:
     own_parameters: Collection[int]
     sizes: Sizes | None
     hardware: Hardware
+    fused: bool
     example: Concretizer
     tasks: GraphTasks
     known_search: ListSchedule | None = None
@@ -95,16 +97,19 @@ class Unordered:
         own_parameters: Collection[int],
         sizes: Sizes | None,
         hardware: Hardware,
+        *,
+        fused: bool = False,
     ) -> Unordered:
         # Open sizes cannot be compared: the order is found on a copy with the example's sizes, and
         # then applied to the nodes that the copy was made from.
         example = Concretizer(sizes)
-        tasks = graph_tasks(example.graph(graph), own_parameters, hardware)
-        return cls(graph, own_parameters, sizes, hardware, example, tasks)
+        tasks = graph_tasks(example.graph(graph), own_parameters, hardware, fused=fused)
+        return cls(graph, own_parameters, sizes, hardware, fused, example, tasks)
 
     def with_graph(self, graph: Graph) -> Unordered:
         """Return the same of another graph."""
-        return Unordered.of(graph, self.own_parameters, self.sizes, self.hardware)
+        costs = self.sizes, self.hardware
+        return Unordered.of(graph, self.own_parameters, *costs, fused=self.fused)
 
     @cached_property
     def search(self) -> ListSchedule:
@@ -166,19 +171,21 @@ def overlapped(
     hardware: Hardware = H100,
     least_beside: float = 0.0,
     *,
+    fused: bool = False,
     thorough: bool = False,
 ) -> Graph:
     """Return a copy of ``graph`` in another order, with waits; ``graph`` itself if nothing
     overlaps.
 
     Args:
-        own_parameters: as for :func:`overlap_collectives`, like ``sizes`` and ``hardware``.
+        own_parameters: as for :func:`overlap_collectives`, like ``sizes``, ``hardware`` and
+            ``fused``.
         room_bytes: allowed peak of ``graph``, if it is above its own.
         least_beside: minimum of kernel time that can overlap with some collective, relative to its
             time.
         thorough: whether to search longer, for an order that will run.
     """
-    unordered = Unordered.of(graph, own_parameters, sizes, hardware)
+    unordered = Unordered.of(graph, own_parameters, sizes, hardware, fused=fused)
     return unordered.scheduled(room_bytes, least_beside, thorough=thorough).graph()
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch.fx import Graph, Node
 
+from sp_compiler.cost.fused_kernels import fused_bytes
 from sp_compiler.cost.hardware import Hardware
 from sp_compiler.cost.memory import (
     arrival_bytes,
@@ -54,15 +55,24 @@ class GraphTasks:
         return builder.block()
 
 
-def graph_tasks(graph: Graph, own_parameters: Collection[int], hardware: Hardware) -> GraphTasks:
+def graph_tasks(
+    graph: Graph,
+    own_parameters: Collection[int],
+    hardware: Hardware,
+    *,
+    fused: bool = False,
+) -> GraphTasks:
     """Return the calls of ``graph``, whose sizes are numbers, as tasks.
 
     Views and parts of results are not tasks: they cost nothing and stay with their operators. An
     operator that writes into its operand and returns it is one.
+
+    Args:
+        fused: whether elementwise operators are fused as they stand in ``graph``.
     """
     # Gradients of the model's parameters are no activations, as in the peak that the plan has.
     ignored = {base(node) for node in own_gradients(graph, own_parameters)}
-    facts = _FactsOfNodes(ignored, hardware)
+    facts = _FactsOfNodes(ignored, hardware, fused_bytes(graph) if fused else None)
     builder = _Builder(facts)
     handed = [node for node in graph.find_nodes(op="placeholder") if is_handed(node)]
     builder.add_call(Call(handed, graph.nodes, graph.output_node().all_input_nodes))
@@ -115,10 +125,13 @@ class _FactsOfNodes:
 
     Args:
         ignored: nodes whose storages do not count.
+        traffic: bytes that fused kernels move; see :func:`sp_compiler.cost.node_cost.compute_us`.
     """
 
-    def __init__(self, ignored: Collection[Node], hardware: Hardware) -> None:
-        self._ignored, self._hardware = ignored, hardware
+    def __init__(
+        self, ignored: Collection[Node], hardware: Hardware, traffic: Mapping[Node, int] | None
+    ) -> None:
+        self._ignored, self._hardware, self._traffic = ignored, hardware, traffic
         self._known: dict[Node, _Facts | None] = {}
 
     def of(self, node: Node) -> _Facts | None:
@@ -142,7 +155,7 @@ class _FactsOfNodes:
             before=tuple(_operators_before(node)),
             reads=[_owners(source) for source in node.all_input_nodes],
             made=[storage for storage in made if storage not in self._ignored],
-            time_us=compute_us(node, self._hardware),
+            time_us=compute_us(node, self._hardware, self._traffic),
             link_us=link_us,
             arrival_bytes=later_bytes,
             run_bytes=needed_bytes - later_bytes,

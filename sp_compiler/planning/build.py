@@ -64,7 +64,7 @@ def make_plan(compiled: CompiledProgram, options: CompileOptions, model_name: st
         for items in (memory.kept, memory.sent)
     )
     # Inductor makes one kernel of what any other backend runs operator by operator.
-    fused = options.backend.startswith("inductor")
+    fused = options.fuses
     blocks = tuple(
         _block(compiled, region, kept[region.name], sent[region.name], device, fused=fused)
         for region in compiled.program.regions

@@ -46,7 +46,7 @@ def test_tasks_of_two_calls_are_those_of_their_graph(name: str, recompute: str) 
     counts = []
 
     def compared(
-        parts: Partitioned, own: Any, sizes: Any, *others: Any, in_a_row: bool
+        parts: Partitioned, own: Any, sizes: Any, *others: Any, in_a_row: bool, **costs: Any
     ) -> Partitioned:
         if in_a_row:
             counts.append(_compare(parts, own, sizes))

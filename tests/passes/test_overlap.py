@@ -22,6 +22,7 @@ from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.op_traits import is_wait
 from sp_compiler.ops.accumulate import ADD_PRODUCT
 from sp_compiler.passes.overlap.orders import overlapped
+from sp_compiler.passes.overlap.tasks import graph_tasks
 from tests.helpers.graph_builder import GraphBuilder, convert, text
 from tests.helpers.parity import (
     assert_equal_to_the_bit,
@@ -70,6 +71,19 @@ def linear_backward(width: int = 60) -> Graph:
     part = b.scatter(grad_x, "part")
     last = b.call(aten.mul.Tensor, part, 2.0, name="last")
     return b.output(last, grad_w)
+
+
+def test_a_chain_that_the_backend_fuses_fills_a_third_of_the_window() -> None:
+    b = Builder()
+    x = b.input("x", 4096, 4096)
+    chain = b.call(aten.exp.default, b.call(aten.neg.default, b.call(aten.sigmoid.default, x)))
+    graph = b.output(b.gather(b.mm(x, x, "product"), "full"), chain)
+    product_us = compute_us(next(n for n in graph.nodes if n.name == "product"), H100)
+    alone_us, fused_us = (
+        graph_tasks(graph, (), H100, fused=fused).block.compute_us - product_us
+        for fused in (False, True)
+    )
+    assert fused_us == pytest.approx(alone_us / 3)
 
 
 def test_the_gradient_of_a_weight_goes_behind_the_next_collective() -> None:

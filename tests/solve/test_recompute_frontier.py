@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sp_compiler.cost.hardware import H100
 from sp_compiler.passes.memory.candidates import recompute_problem
+from sp_compiler.passes.memory.partition import PartitionOptions
 from sp_compiler.solve.recompute_frontier import (
     Choice,
     ForwardValue,
@@ -136,15 +136,33 @@ def _small() -> JointGraph:
     return differentiate(region_of(_Small(), torch.randn(32, 16)))
 
 
+def test_a_chain_that_the_backend_fuses_is_recomputed_for_what_its_kernel_takes() -> None:
+    joint = _small()
+    apart_us, fused_us = (
+        {
+            node.name: value.time_us
+            for node, value in zip(*recompute_problem(joint, 1, frozenset(), options), strict=True)
+        }
+        for options in (PartitionOptions(), PartitionOptions(fused=True))
+    )
+    products = [name for name in apart_us if "linear" in name]
+    assert products
+    assert [fused_us[name] for name in products] == [apart_us[name] for name in products]
+    # All three multiply numbers that the kernel has at hand, and backward reads two of the results.
+    chain = ["exp", "mul", "mul_1"]
+    assert sum(fused_us[name] for name in chain) < 0.5 * sum(apart_us[name] for name in chain)
+
+
 def test_a_block_of_up_to_fourteen_candidates_is_solved_like_brute_force() -> None:
     joint = _small()
-    nodes, values = recompute_problem(joint, 1, frozenset(), H100)
+    nodes, values = recompute_problem(joint, 1, frozenset(), PartitionOptions())
     assert 10 <= sum(value.can_keep for value in values) <= 14
     _assert_solved(values)
     # What the model returns is there until backward in any case.
     position = nodes.index(joint.outputs[0])
     assert values[position].num_bytes > 0
-    assert recompute_problem(joint, 1, frozenset({0}), H100)[1][position].num_bytes == 0
+    _, free = recompute_problem(joint, 1, frozenset({0}), PartitionOptions())
+    assert free[position].num_bytes == 0
 
 
 @pytest.mark.parametrize("missing_bytes", [1, 1024])

@@ -19,6 +19,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -317,6 +318,16 @@ class Elimination:
         """
         makers = {v: self._tables[self._maker[v]].makes[v].states for v in table.needs}
         seen = {value: self._mask_needed(value) for value in table.makes}
+
+        # Cheap rows are in few distinct states.
+        @cache
+        def need_us(value: ValueName, missing: int) -> float:
+            return max(self._cost(value, placement, missing) for placement, _ in makers[value])
+
+        @cache
+        def made_us(value: ValueName, old: State, new: State) -> float:
+            return self._extra_us(value, old, new, seen[value])
+
         kept: list[int] = []
         rows = np.arange(len(table.costs))
         # Comparing all with all would cost more time than it saves: a few cheap rows replace most.
@@ -328,14 +339,11 @@ class Elimination:
             surplus_us = table.costs[rows] - table.costs[cheap]
             for value, column in table.needs.items():
                 new = column.states[column.codes[cheap]]
-                extra_us = [
-                    max(self._cost(value, placement, new & ~old) for placement, _ in makers[value])
-                    for old in column.states
-                ]
+                extra_us = [need_us(value, new & ~old) for old in column.states]
                 surplus_us -= np.array(extra_us)[column.codes[rows]]
             for value, column in table.makes.items():
                 new = column.states[column.codes[cheap]]
-                extra_us = [self._extra_us(value, old, new, seen[value]) for old in column.states]
+                extra_us = [made_us(value, old, new) for old in column.states]
                 surplus_us -= np.array(extra_us)[column.codes[rows]]
             rows = rows[surplus_us < 0]
         return table.at(np.array([*kept, *rows], np.int64))

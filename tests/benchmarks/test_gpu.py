@@ -77,13 +77,24 @@ def test_every_contender_of_a_slice_runs(monkeypatch: pytest.MonkeyPatch) -> Non
     # The small ones of two papers' models differ in the batch alone.
     first, _ = gpu_slices._layers(small=True)
     monkeypatch.setattr(gpu_slices, "_layers", lambda small: iter([first]))
+    steps = gpu_slices._llama_steps
+    # Inductor's C++ takes most of the time, and GPT has it too.
+    monkeypatch.setattr(
+        gpu_slices,
+        "_llama_steps",
+        lambda device, small: {
+            key: step
+            for key, step in steps(device, small=small).items()
+            if key[0] != gpu_slices.PRODUCT_INDUCTOR
+        },
+    )
     rows = list(gpu_slices.slices("cpu", small=True, rounds=1))
     contenders = [row.contender for row in rows]
     # The layer of Llama-3-70B has no hand-written peer.
-    assert len(rows) == 5 + 3
+    assert len(rows) == 5 + 2
     assert contenders.count(gpu_slices.BY_HAND) == 1
     assert contenders.count(gpu_slices.BY_HAND_FUSED) == 1
-    assert contenders.count(gpu_slices.PRODUCT_INDUCTOR) == 2
+    assert contenders.count(gpu_slices.PRODUCT_INDUCTOR) == 1
     assert all(0 < row.forward_ms < row.step_ms for row in rows)
     assert all(row.step_ms == row.forward_ms + row.backward_ms for row in rows)
     assert {row.ratio for row in rows if row.contender == gpu_slices.BY_HAND} == {1.0}

@@ -55,7 +55,9 @@ class _Way:
     def _both(self) -> Unordered:
         assert self.split.both is not None
         both = self.alone.with_graph(self.split.both)
-        return replace(both, known_search=self.search)
+        # In a function of its own, other operators may be fused than in the two that it stands for.
+        is_same = both.tasks.block == self.search.block
+        return replace(both, known_search=self.search) if is_same else both
 
 
 def hand_over(

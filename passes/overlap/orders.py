@@ -147,10 +147,11 @@ class Unordered:
         # A start with its wait right after it is a blocking call, as the graph has it already.
         overlaps = len(blocking) < len(block.wait_of)
         steps = [
-            Step(self.example.twin(nodes[position]), waits=task.waits_for is not None)
+            Step(self.example.twin(node), waits=task.waits_for is not None)
             for position in order
             if (task := block.tasks[position]).waits_for not in blocking
             and nodes[position].op == "call_function"
+            for node in self.tasks.kernels[nodes[position]]
         ]
         return Schedule(
             self.graph,

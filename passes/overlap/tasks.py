@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch.fx import Graph, Node
 
-from sp_compiler.cost.fused_kernels import fused_bytes
+from sp_compiler.cost.fused_kernels import fused_bytes, kernels_of
 from sp_compiler.cost.hardware import Hardware
 from sp_compiler.cost.memory import (
     arrival_bytes,
@@ -30,6 +30,7 @@ from sp_compiler.ir.op_traits import (
     is_view,
 )
 from sp_compiler.solve.block_schedule import Block, Task
+from sp_compiler.solve.whole_kernels import whole_kernels
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,14 @@ class GraphTasks:
 
     Attributes:
         block: its tasks in the order of the graph, with each collective awaited where it starts.
-        nodes: node of each task; for a wait, the collective; for a first task that makes what the
-            function is handed, one of these placeholders.
+        nodes: node of each task, of a fused kernel the first; for a wait, the collective; for a
+            first task that makes what the function is handed, one of these placeholders.
+        kernels: of the node of a task, all that it stands for.
     """
 
     block: Block
     nodes: tuple[Node, ...]
+    kernels: Mapping[Node, Sequence[Node]]
     _facts: _FactsOfNodes
 
     def block_of_calls(self, calls: Sequence[Call]) -> Block:
@@ -52,7 +55,7 @@ class GraphTasks:
         builder = _Builder(self._facts)
         for call in calls:
             builder.add_call(call)
-        return builder.block()
+        return builder.found().block
 
 
 def graph_tasks(
@@ -68,15 +71,15 @@ def graph_tasks(
     operator that writes into its operand and returns it is one.
 
     Args:
-        fused: whether elementwise operators are fused as they stand in ``graph``.
+        fused: whether elementwise operators are fused as they stand in ``graph``; those of a kernel
+            that follow each other are one task.
     """
     # Gradients of the model's parameters are no activations, as in the peak that the plan has.
     ignored = {base(node) for node in own_gradients(graph, own_parameters)}
-    facts = _FactsOfNodes(ignored, hardware, fused_bytes(graph) if fused else None)
-    builder = _Builder(facts)
+    builder = _Builder(_FactsOfNodes(ignored, hardware, kernels_of(graph) if fused else {}, graph))
     handed = [node for node in graph.find_nodes(op="placeholder") if is_handed(node)]
     builder.add_call(Call(handed, graph.nodes, graph.output_node().all_input_nodes))
-    return GraphTasks(builder.block(), tuple(builder.nodes), facts)
+    return builder.found()
 
 
 class Call(NamedTuple):
@@ -102,6 +105,7 @@ class _Facts(NamedTuple):
         made: nodes whose storages it makes and that count.
         arrival_bytes: those of its bytes that it allocates when it has arrived.
         run_bytes: the others.
+        kernel: number of the fused kernel that it is part of.
         is_awaited: whether it is a collective, behind which a task waits for it.
         draws: whether it draws random numbers.
         writes: whether it writes into an operand.
@@ -114,6 +118,7 @@ class _Facts(NamedTuple):
     link_us: float
     arrival_bytes: int
     run_bytes: int
+    kernel: int | None
     is_awaited: bool
     draws: bool
     writes: bool
@@ -125,13 +130,19 @@ class _FactsOfNodes:
 
     Args:
         ignored: nodes whose storages do not count.
-        traffic: bytes that fused kernels move; see :func:`sp_compiler.cost.node_cost.compute_us`.
+        kernels: numbers of the fused kernels, by the nodes that are in them.
+        graph: the graph.
     """
 
     def __init__(
-        self, ignored: Collection[Node], hardware: Hardware, traffic: Mapping[Node, int] | None
+        self,
+        ignored: Collection[Node],
+        hardware: Hardware,
+        kernels: Mapping[Node, int],
+        graph: Graph,
     ) -> None:
-        self._ignored, self._hardware, self._traffic = ignored, hardware, traffic
+        self._ignored, self._hardware, self._kernels = ignored, hardware, kernels
+        self._traffic = fused_bytes(graph, kernels)
         self._known: dict[Node, _Facts | None] = {}
 
     def of(self, node: Node) -> _Facts | None:
@@ -159,6 +170,7 @@ class _FactsOfNodes:
             link_us=link_us,
             arrival_bytes=later_bytes,
             run_bytes=needed_bytes - later_bytes,
+            kernel=self._kernels.get(node),
             is_awaited=collective_of(node) is not None,
             draws=draws(node),
             writes=mutates(node),
@@ -177,6 +189,9 @@ class _Builder:
         self.tasks: list[Task] = []
         self.nodes: list[Node] = []
         self._facts = facts
+        # Of each the number of its call, and that of its kernel there.
+        self._kernels: list[tuple[int, int] | None] = []
+        self._num_calls = 0
         self._storage_bytes: list[int] = []
         self._returned: set[int] = set()
         self._handed: tuple[int, ...] = ()  # the first task, if it makes what is handed over
@@ -190,20 +205,30 @@ class _Builder:
     def add_call(self, call: Call) -> None:
         """Add the tasks of a call."""
         self._storages, self._result_of = {}, {}
+        self._num_calls += 1
         if call.handed:
             # One task makes what the function is handed, and all others need it.
             self._handed = (len(self.tasks),)
-            self.tasks.append(Task(makes=tuple(map(self._new_storage, call.handed))))
-            self.nodes.append(call.handed[0])
+            makes = tuple(map(self._new_storage, call.handed))
+            self._append(Task(makes=makes), call.handed[0])
         for node in call.nodes:
             facts = self._facts.of(node)
             if facts is not None:
                 self._add(node, facts)
         self._returned.update(self._storages_of(map(_owners, call.returned)))
 
-    def block(self) -> Block:
-        """Return the tasks as a block."""
-        return Block(tuple(self.tasks), tuple(self._storage_bytes), frozenset(self._returned))
+    def found(self) -> GraphTasks:
+        """Return the tasks of all calls."""
+        apart = Block(tuple(self.tasks), tuple(self._storage_bytes), frozenset(self._returned))
+        block, runs = whole_kernels(apart, self._kernels)
+        nodes = tuple(self.nodes[run.start] for run in runs)
+        kernels = {self.nodes[run.start]: self.nodes[run.start : run.stop] for run in runs}
+        return GraphTasks(block, nodes, kernels, self._facts)
+
+    def _append(self, task: Task, node: Node, kernel: int | None = None) -> None:
+        self.tasks.append(task)
+        self.nodes.append(node)
+        self._kernels.append(None if kernel is None else (self._num_calls, kernel))
 
     def _new_storage(self, owner: Node) -> int:
         self._storages[owner] = len(self._storage_bytes)
@@ -234,19 +259,16 @@ class _Builder:
             reads=reads,
             run_bytes=facts.run_bytes,
         )
-        self.tasks.append(task)
-        self.nodes.append(node)
+        self._append(task, node, facts.kernel)
         if facts.is_awaited:
             # The wait reads the operands too: they must live until the collective has ended.
-            self.tasks.append(
-                Task(
-                    needs=(position,),
-                    waits_for=position,
-                    reads=reads,
-                    run_bytes=facts.arrival_bytes,
-                )
+            wait = Task(
+                needs=(position,),
+                waits_for=position,
+                reads=reads,
+                run_bytes=facts.arrival_bytes,
             )
-            self.nodes.append(node)
+            self._append(wait, node)
         self._result_of[node] = len(self.tasks) - 1
 
     def _effects_before(self, facts: _Facts, position: int) -> Iterator[int]:

@@ -10,6 +10,8 @@ be faster.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch.fx import Graph, Node
 
@@ -42,13 +44,16 @@ _POINTWISE = frozenset(
 _FUSED = _ROW_WISE | _POINTWISE
 
 
-def fused_bytes(graph: Graph) -> dict[Node, int]:
+def fused_bytes(graph: Graph, kernels: Mapping[Node, int] | None = None) -> dict[Node, int]:
     """Return the bytes that each node of a kernel reads and writes in memory; others are omitted.
 
     The traffic of a kernel is the sum over its nodes: an outside value counts at its first reader,
     a result at the node that makes it.
+
+    Args:
+        kernels: what :func:`kernels_of` returns, if it is known.
     """
-    kernels = _kernels(graph)
+    kernels = kernels_of(graph) if kernels is None else kernels
     read: set[tuple[int, Node]] = set()
     traffic: dict[Node, int] = {}
     for node, kernel in kernels.items():
@@ -66,7 +71,7 @@ def fused_bytes(graph: Graph) -> dict[Node, int]:
     return traffic
 
 
-def _kernels(graph: Graph) -> dict[Node, int]:
+def kernels_of(graph: Graph) -> dict[Node, int]:
     """Return the number of the kernel of every node that can be fused."""
     kernels: dict[Node, int] = {}
     merged_into: dict[int, int] = {}

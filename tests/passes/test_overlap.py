@@ -22,7 +22,6 @@ from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.op_traits import is_wait
 from sp_compiler.ops.accumulate import ADD_PRODUCT
 from sp_compiler.passes.overlap.orders import overlapped
-from sp_compiler.passes.overlap.tasks import graph_tasks
 from tests.helpers.graph_builder import GraphBuilder, convert, text
 from tests.helpers.parity import (
     assert_equal_to_the_bit,
@@ -73,17 +72,24 @@ def linear_backward(width: int = 60) -> Graph:
     return b.output(last, grad_w)
 
 
-def test_a_chain_that_the_backend_fuses_fills_a_third_of_the_window() -> None:
+def test_a_chain_that_the_backend_fuses_stays_in_one_piece() -> None:
+    """One operator hides beside the first gather; as three kernels the others follow later."""
     b = Builder()
-    x = b.input("x", 4096, 4096)
-    chain = b.call(aten.exp.default, b.call(aten.neg.default, b.call(aten.sigmoid.default, x)))
-    graph = b.output(b.gather(b.mm(x, x, "product"), "full"), chain)
-    product_us = compute_us(next(n for n in graph.nodes if n.name == "product"), H100)
-    alone_us, fused_us = (
-        graph_tasks(graph, (), H100, fused=fused).block.compute_us - product_us
+    g, w, x = b.input("g", 2048, 2048), b.input("w", 2048, 2048), b.input("x", 8192, 2048)
+    first = b.call(aten.exp.default, x, name="first")
+    second = b.call(aten.neg.default, first, name="second")
+    third = b.call(aten.sigmoid.default, second, name="third")
+    near = b.gather(b.mm(g, w, "product"), "near")
+    far = b.gather(b.mm(near, w, "other"), "far")
+    graph = b.output(b.mm(far, w, "last"), third)
+    apart, fused = (
+        [line.split(" = ")[0] for line in text(overlapped(graph, (), None, 1 << 30, fused=fused))]
         for fused in (False, True)
     )
-    assert fused_us == pytest.approx(alone_us / 3)
+    start, end = ["product", "near"], ["far_arrived", "last"]
+    beside_far = ["near_arrived", "other", "far", "second", "third"]
+    assert apart == [*start, "first", *beside_far, *end]
+    assert fused == [*start, "other", "far", "first", "second", "third", *end]
 
 
 def test_the_gradient_of_a_weight_goes_behind_the_next_collective() -> None:

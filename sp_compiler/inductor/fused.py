@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -50,7 +52,10 @@ class Fused:
         reason: why it runs as generated; "" if it is compiled.
         is_rare: whether the usual training step does not call it.
         before_first_call: called with real tensors at hand, to compile it on all ranks or on none.
+        runs_as_written: whether all functions run as generated, compiled or not.
     """
+
+    runs_as_written: ClassVar[bool] = False
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.name = function.__qualname__
@@ -72,6 +77,8 @@ class Fused:
             except Exception as error:  # of torch: whatever operator it cannot trace or decompose
                 self.run_as_written(first_line(error))
                 return self._function(tp, *arguments)
+        if self.runs_as_written:
+            return self._function(tp, *arguments)
         if self._traced is not None and self._kernels is None:
             self.before_first_call()
         if self._traced is None:
@@ -131,6 +138,13 @@ class Fused:
         if key not in self._rank_tensors:
             self._rank_tensors[key] = torch.tensor(rank, device=device)
         return self._rank_tensors[key]
+
+
+def as_written() -> contextlib.AbstractContextManager[object]:
+    """Return a context in which all functions run as generated: in other dtypes than they were
+    traced in, which kernels would read as theirs."""
+    # Of all threads: backward on a GPU has its own.
+    return mock.patch.object(Fused, "runs_as_written", new=True)
 
 
 def _as_views(results: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sp_compiler.inductor.fused import as_written
 from sp_compiler.ops.uniform import UNIFORM
 from sp_compiler.trace.exporting import kernel_eps
 
@@ -39,7 +40,8 @@ def in_float64() -> Iterator[None]:
     # Of what has no floating point operand: quotients of integers, factories.
     torch.set_default_dtype(torch.float64)
     try:
-        with Float64Mode():
+        # Kernels of a backend have their dtypes; what they are made from computes in any.
+        with Float64Mode(), as_written():
             yield
     finally:
         torch.set_default_dtype(default)

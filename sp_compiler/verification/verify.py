@@ -50,7 +50,8 @@ def verify(
 
     Runs the compiled program on ranks simulated in this process, without a process group. Both
     sides compute in float64 and ignore casts; if an operator has no float64 kernel, both compute in
-    the model's own dtypes. Next to each error the report shows the *noise floor*, which is how much
+    the model's own dtypes. With ``backend="inductor"`` functions run in float64 as they are given to
+    it: its kernels compute in their own dtypes. Next to each error the report shows the *noise floor*, which is how much
     another order of rounding changes the result of the unsharded graph, and the rounding of the
     model's own dtypes. Only an error well above the noise floor counts as wrong.
 

@@ -25,7 +25,7 @@ import torch
 from torch.fx import Graph, Node
 
 from sp_compiler.base.pass_report import Pass
-from sp_compiler.base.provenance import layer_of
+from sp_compiler.base.provenance import ModuleCall, layer_of
 from sp_compiler.ir.captured import Captured
 from sp_compiler.ir.fx import arguments, calls, is_call, shape_of
 from sp_compiler.ir.op_traits import is_tagged_pointwise
@@ -326,6 +326,8 @@ def _expand_tokens(graph: Graph) -> None:
     That is, of (1, s, ...) or (s, ...) over the batch, and of a number per sequence (b, 1, 1), as
     in stochastic depth, over the sequence.
     """
+    # Once in a layer: attention is recognised by one mask in front of and behind its softmax.
+    expanded: dict[tuple[Node, ModuleCall, str], Node] = {}
     for node in list(graph.nodes):
         is_single = isinstance(node.meta.get("val"), torch.Tensor)  # frexp has two results
         if node.op != "call_function" or not is_tagged_pointwise(node) or not is_single:
@@ -341,5 +343,8 @@ def _expand_tokens(graph: Graph) -> None:
             # Of (b, 1, h) not: expanded before it is cut into rows, it would take s times as much.
             if per_position or same_shape(shape, (result[0], 1, 1)):
                 size = [*result[:2], shape[-1]]
-                wide = insert_call(node, _aten.expand.default, (operand, size), origin=_ORIGIN)
-                node.replace_input_with(operand, wide)
+                key = operand, layer_of(node), str(size)  # as text: open sizes have no hash
+                if key not in expanded:
+                    args = operand, size
+                    expanded[key] = insert_call(node, _aten.expand.default, args, origin=_ORIGIN)
+                node.replace_input_with(operand, expanded[key])

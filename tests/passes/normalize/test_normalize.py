@@ -186,6 +186,14 @@ def test_operand_without_batch_is_expanded(size: tuple[int, ...]) -> None:
     assert body(captured)[0].startswith(f"%2 = aten.expand(%1, {wide})")
 
 
+def test_what_two_operators_read_is_expanded_once() -> None:
+    def twice(x: Tensor, mask: Tensor) -> Tensor:
+        return torch.where(mask, torch.where(mask, x, 2.0).exp(), 0.0)
+
+    captured = normalized(twice, randn(2, 3, 4), randn(3, 4) > 0)
+    assert text(captured).count("aten.expand(") == 1
+
+
 @pytest.mark.parametrize("size", [(4,), (2, 1, 4), (1, 1, 4), ()])
 def test_other_broadcasts_stay(size: tuple[int, ...]) -> None:
     captured = normalized(torch.add, randn(2, 3, 4), randn(*size))

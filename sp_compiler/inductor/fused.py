@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -140,11 +139,16 @@ class Fused:
         return self._rank_tensors[key]
 
 
-def as_written() -> contextlib.AbstractContextManager[object]:
-    """Return a context in which all functions run as generated: in other dtypes than they were
-    traced in, which kernels would read as theirs."""
+@contextlib.contextmanager
+def as_written() -> Iterator[None]:
+    """Context in which all functions run as generated: in other dtypes than they were traced in,
+    which kernels would read as theirs."""
     # Of all threads: backward on a GPU has its own.
-    return mock.patch.object(Fused, "runs_as_written", new=True)
+    before, Fused.runs_as_written = Fused.runs_as_written, True
+    try:
+        yield
+    finally:
+        Fused.runs_as_written = before
 
 
 def _as_views(results: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:

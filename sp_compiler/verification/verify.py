@@ -49,11 +49,10 @@ def verify(
     """Compare the compiled ``model`` with the original: outputs, buffers it writes, all gradients.
 
     Runs the compiled program on ranks simulated in this process, without a process group. Both
-    sides compute in float64 and ignore casts; if an operator has no float64 kernel, both compute in
-    the model's own dtypes. With ``backend="inductor"`` functions run in float64 as they are given to
-    it: its kernels compute in their own dtypes. Next to each error the report shows the *noise floor*, which is how much
-    another order of rounding changes the result of the unsharded graph, and the rounding of the
-    model's own dtypes. Only an error well above the noise floor counts as wrong.
+    sides compute in float64 and ignore casts (of functions for Inductor the code that it is given);
+    if an operator has no float64 kernel, both compute in the model's own dtypes. Next to each error
+    the report shows the *noise floor*, which is what another order of rounding changes without
+    ranks, and the rounding of the model's own dtypes. Only an error well above that floor is wrong.
 
     The result of each pass is compared, your own passes included, to find the one at fault. Then
     each distinct block is compared on random data, forward and backward, which also finds errors

@@ -165,8 +165,10 @@ def refuse_change(original: nn.Module, name: str) -> None:
 def is_needless(original: nn.Module, name: str) -> bool:
     """Return whether ``name`` is Transformers' method that hooks embeddings for its checkpointing,
     which compiled code does not use."""
-    home = _home(original, name).partition(".")[0]
-    return name == "enable_input_require_grads" and home == "transformers"
+    # The name first: to look at a property computes it, of parameters that the original has not.
+    if name != "enable_input_require_grads":
+        return False
+    return _home(original, name).partition(".")[0] == "transformers"
 
 
 def _home(original: nn.Module, name: str) -> str:

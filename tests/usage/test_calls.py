@@ -363,6 +363,10 @@ def test_methods_of_the_model_see_its_parameters() -> None:
         def num_weights(self) -> int:
             return sum(parameter.numel() for parameter in self.parameters())
 
+        @property
+        def half_bias(self) -> Tensor:
+            return self.head.bias / 2
+
     module = compiled(lambda: WithMethods().double())
     optimizer = module.make_optimizer()
     before = module(batch())["loss"]
@@ -370,6 +374,7 @@ def test_methods_of_the_model_see_its_parameters() -> None:
     optimizer.step()
     assert module(batch())["loss"] < before
     assert module.num_weights == sum(p.numel() for p in Net().parameters())
+    assert torch.equal(2 * module.half_bias, module.head.bias)
     assert module.factor == 2
 
 

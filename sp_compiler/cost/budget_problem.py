@@ -70,6 +70,7 @@ def budget_problem(
     # Several calls may save one of these (a mask, a rotary table): the solver has to know it by
     # its identity to count it once. All else that a call saves is its own, and a number will do.
     made = {storage for call in walk.storages for storage in call.outputs if storage is not None}
+    made.update(walk.written_buffers.values())
     return [
         CallSplits(
             (_idle(splits[call.region.name][0]),)

@@ -3,10 +3,10 @@
 Parameters, their gradients, buffers, constants and the user's inputs are not activations and do not
 count. The model's outputs do, and so do temporary gradients: a part of the gradient of a parameter
 that several calls use, until it is added to the others, and gradients of replicated parameters,
-until they are reduced together. So do copies of parameters with their padding, while a call runs.
-What a call sends to the host leaves the device when the next call has run, and is fetched when the
-backward of the next call begins: for that long it is copied
-(:mod:`sp_compiler.ops.gpu.host_memory`).
+until they are reduced together. So do copies of parameters with their padding, while a call runs,
+and of buffers that forward writes, which live on where backward reads them. What a call sends to
+the host leaves the device when the next call has run, and is fetched when the backward of the next
+call begins: for that long it is copied (:mod:`sp_compiler.ops.gpu.host_memory`).
 """
 
 from __future__ import annotations
@@ -112,6 +112,10 @@ class StepWalk:
         world_size: int,
     ) -> None:
         self.program = program
+        self.written_buffers = {
+            name: Storage(("forward", -1, name), tensor_bytes(value))
+            for name, value in program.copied_buffers().items()
+        }
         self.storages: list[CallStorages] = []
         self.returned: frozenset[Storage] = frozenset()
         self._partitioned = partitioned
@@ -137,11 +141,13 @@ class StepWalk:
         """Walk once; fills ``storages`` and ``returned``."""
         calls = self.program.calls
         dead = self.program.last_uses()
+        yield self._hold(self.written_buffers.values())
         for index, call in enumerate(calls):
-            copies = self._padded_copies(index, self._partitioned[call.region.name])
+            parts = self._partitioned[call.region.name]
+            copies = _padded_copies(index, call, parts, self._world_size)
             yield self._hold(copies)
             yield self._run("forward", index)
-            made = self.storages_of(index, self._partitioned[call.region.name])
+            made = self.storages_of(index, parts)
             self.storages.append(made)
             # Two holders: an output that is saved too lives until neither needs it.
             yield self._hold(made.outputs)
@@ -154,6 +160,12 @@ class StepWalk:
             for done in dead[index]:
                 yield self._release(self.storages[done].outputs)
         leaves = [leaf for leaf in self.program.outputs if isinstance(leaf, Ref)]
+        yield self._release(self.written_buffers.values())
+        # New values of buffers, and what came from the same calls as results do.
+        for index in set(range(len(calls))).difference(*dead):
+            left = {ref.output for ref in leaves if ref.kind == "call" and ref.index == index}
+            outputs = enumerate(self.storages[index].outputs)
+            yield self._release(made for k, made in outputs if k not in left)
         self.returned = frozenset(filter(None, map(self._storage, leaves)))
         flowing = [ref for ref in leaves if ref.kind == "call" and self._flows(ref)]
         loss = self.program.loss
@@ -192,6 +204,8 @@ class StepWalk:
         )
 
     def _storage(self, ref: Ref) -> Storage | None:
+        if ref.kind == "buffer":
+            return self.written_buffers.get(ref.name)
         return self.storages[ref.index].outputs[ref.output] if ref.kind == "call" else None
 
     def _flows(self, ref: Ref) -> bool:
@@ -224,7 +238,8 @@ class StepWalk:
         # From here on they are the function's own.
         yield self._release(self._handed)
         lent, self._handed, self._lent = self._lent, [], []
-        copies = [*self._padded_copies(index, parts, in_backward=True), *straightened]
+        padded = _padded_copies(index, call, parts, self._world_size, in_backward=True)
+        copies = [*padded, *straightened]
         yield self._hold(copies)
         yield self._run("backward", index)
         held = [here or back for here, back in zip(made.saved, made.fetched, strict=True)]
@@ -249,23 +264,6 @@ class StepWalk:
         yield self._release(made.saved, saved=True)
         yield self._release(made.fetched)
         yield self._release([*lent, *copies])
-
-    def _padded_copies(
-        self, index: int, parts: Partitioned, *, in_backward: bool = False
-    ) -> list[Storage]:
-        """Return the copies of parameters, with their padding, that call ``index`` runs with."""
-        call, forward = self.program.calls[index], parts.forward
-        saved = set(forward.output_node().args[0][parts.num_outputs :])
-        placements = call.region.input_placements
-        return [
-            Storage(("padded", index, node.name), tensor_bytes(node.meta["val"]))
-            for node, ref, placement in zip(
-                forward.find_nodes(op="placeholder"), call.args, placements, strict=True
-            )
-            if ref.kind == "param"
-            and placement.is_copied_for_padding(self._world_size)
-            and (node in saved or not in_backward)
-        ]
 
     def _hand_over(self, index: int, parts: Partitioned, given: Sequence[Storage | None]) -> None:
         """Set what call ``index`` hands over to the next one that runs backward.
@@ -366,6 +364,23 @@ class StepWalk:
 
     def _release(self, storages: Iterable[Storage | None], *, saved: bool = False) -> Event:
         return Event("release", *self._now, tuple(filter(None, storages)), saved)
+
+
+def _padded_copies(
+    index: int, call: Call, parts: Partitioned, world_size: int, *, in_backward: bool = False
+) -> list[Storage]:
+    """Return the copies of parameters, with their padding, that call ``index`` runs with."""
+    placeholders = parts.forward.find_nodes(op="placeholder")
+    saved = set(parts.forward.output_node().args[0][parts.num_outputs :])
+    return [
+        Storage(("padded", index, node.name), tensor_bytes(node.meta["val"]))
+        for node, ref, placement in zip(
+            placeholders, call.args, call.region.input_placements, strict=True
+        )
+        if ref.kind == "param"
+        and placement.is_copied_for_padding(world_size)
+        and (node in saved or not in_backward)
+    ]
 
 
 def _is_dense(value: Tensor) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 from torch.utils._pytree import TreeSpec
@@ -198,6 +199,15 @@ class Program:
             )
             for call in self.calls
         ]
+
+    def copied_buffers(self) -> dict[str, Tensor]:
+        """Buffers that forward writes and calls read, by name: the runtime copies them first."""
+        return {
+            ref.name: node.meta["val"]
+            for call in self.calls
+            for ref, node in zip(call.args, call.region.placeholders, strict=True)
+            if ref.kind == "buffer" and ref.name in self.mutated_buffers
+        }
 
     def last_uses(self) -> list[list[int]]:
         """For each call, the calls whose outputs it uses last."""

@@ -150,9 +150,9 @@ def measured(
     parts = partition_and_overlap(joint, options)
     graph, hardware = parts.step_backward, options.hardware
 
-    def elapsed(graph: Graph) -> float:
-        traffic = fused_bytes(graph) if options.fused else None
-        return elapsed_us(graph, world_size, hardware, traffic)
+    def elapsed(function: Graph) -> float:
+        traffic = fused_bytes(function) if options.fused else None
+        return elapsed_us(function, world_size, hardware, traffic)
 
     forward_us, backward_us, peak_bytes = elapsed(parts.forward), 0.0, 0
     if graph is not None:

@@ -65,10 +65,8 @@ def _readers(block: Block) -> list[set[int]]:
 def _whole(block: Block, run: range, readers: Sequence[set[int]]) -> Task:
     """Return one task that does what those of ``run`` do, one after another."""
     members = [block.tasks[position] for position in run]
-    makes, reads = (
-        dict.fromkeys(storage for task in members for storage in held(task))
-        for held in (lambda task: task.makes, lambda task: task.reads)
-    )
+    makes = dict.fromkeys(storage for task in members for storage in task.makes)
+    reads = dict.fromkeys(storage for task in members for storage in task.reads)
     # What only they read dies between them, in whatever order the other tasks run.
     last = {
         storage: max(readers[storage], default=position)

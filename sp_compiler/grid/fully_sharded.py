@@ -23,6 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 from sp_compiler.base.errors import UnsupportedError
+from sp_compiler.base.warn import warn
 from sp_compiler.grid.adapted_groups import adapt
 from sp_compiler.grid.same_gradients import SameGradients
 from sp_compiler.runtime.mesh_axes import EXPERT_AXIS
@@ -48,6 +49,7 @@ class FullySharded:
         self._reduction = _LateReduction(reduce, self._compared)
         self._num_hooks = 0
         self._parameters: dict[str, Any] = {}
+        self._left_out: list[str] = []
         self._states: list[Any] = []
 
     def parameters(self, num_hooks: int) -> Mapping[str, Any]:
@@ -61,6 +63,22 @@ class FullySharded:
             self._num_hooks = num_hooks
             self._parameters = self._find()
         return self._parameters
+
+    def warn_of_left_out(self) -> None:
+        """Warn of trained parameters that FSDP does not manage although it does others.
+
+        Where it was applied to the layers alone, without the module itself. Nobody sums their
+        gradients over the data axes; only a warning, for users may do so themselves.
+        """
+        left_out, self._left_out = self._left_out, []
+        if left_out:
+            more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
+            warn(
+                f"FSDP2 manages some parameters of this module, but not {', '.join(left_out[:3])}"
+                f"{more}: their gradients are not reduced over the data axes, so that each part "
+                "of the data trains its own copy; apply fully_shard to the whole module too, after "
+                "its layers"
+            )
 
     def finish_reduction(self) -> None:
         """Sum what FSDP has reduced outside of a backward over the tensor-parallel ranks."""
@@ -183,12 +201,15 @@ class FullySharded:
                 managed.update(((id(module), name), record) for module, name in owners)
                 self._reduction.take_over(record)
                 mark_reduced_by_hooks(record.sharded_param)
-        return {
-            f"{path}.{name}" if path else name: managed[id(module), name]
+        owned = {
+            f"{path}.{name}" if path else name: (parameter, managed.get((id(module), name)))
             for path, module in self._tree.items()
-            for name in module._parameters
-            if (id(module), name) in managed
+            for name, parameter in module._parameters.items()
+            if parameter is not None
         }
+        trained = [name for name, (p, record) in owned.items() if p.requires_grad and not record]
+        self._left_out = trained if managed else []
+        return {name: record for name, (_, record) in owned.items() if record is not None}
 
 
 def _refuse_hooks(record: Any) -> None:

@@ -131,6 +131,7 @@ class DistributedModule(Inspection, Weights):
             # Where no call recorded a graph there is no backward whose errors concern the group.
             board.trains |= torch.is_grad_enabled()
         with group.reporting(over_data=over_data):
+            self._sp_state.fsdp.warn_of_left_out()
             # Before FSDP's hooks, and where all ranks can go on.
             self._sp_state.fsdp.refuse_nested_backward()
             self._sp_state.fsdp.end_failed_backward()

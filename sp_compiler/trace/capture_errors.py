@@ -72,12 +72,11 @@ def _explained(error: Exception, text: str) -> tuple[str, str]:
         )
     if "fake tensor in the exported program" in text:
         text = (
-            "a value got past the tracer, which x.data does, a gradient taken in forward, and "
-            "out_dims of torch.vmap"
+            "a value got past the tracer, as a gradient taken in forward does, and what "
+            "out_dims of torch.vmap moves"
         )
         advice = (
-            "read x.detach() instead; writes into x.data, and gradients, belong outside of it; "
-            "move the dim of a result of torch.vmap by movedim"
+            "take gradients outside of forward; move the dim of a result of torch.vmap by movedim"
         )
     # torch internals: aot_export_joint_simple and its like, of arguments with one base.
     if "expected compiled_fn to be GraphModule" in text:

@@ -33,9 +33,9 @@ from sp_compiler.ir.symbolic import NotSymbolic, inline_sizes, is_open, open_siz
 from sp_compiler.trace.arguments import refuse_inputs, sorted_keywords, unordered_keywords
 from sp_compiler.trace.attributes.changes import Settled
 from sp_compiler.trace.decisions import Reads
-from sp_compiler.trace.dtype_check import check_dtypes
 from sp_compiler.trace.environment import check_capturable
 from sp_compiler.trace.exporting import Export, ExportRun, open_shapes, refuse_text
+from sp_compiler.trace.graph_checks import check_dtypes, refuse_layouts, refuse_subgraphs
 from sp_compiler.trace.lift_casts import lift_casts_to_float64
 from sp_compiler.trace.masked_rows import compute_all_rows
 from sp_compiler.trace.strides import index_strided
@@ -249,7 +249,8 @@ def _from_exported(
     # Behind the model's own output the exported forward returned what it stores.
     out_spec = exported.call_spec.out_spec.child(0)
     erase_dead(graph)
-    _refuse_subgraphs(graph)
+    refuse_subgraphs(graph)
+    refuse_layouts(graph)
     captured = Captured(module_of(graph), refs, in_spec, out_spec)
     captured.mutated, captured.aliases, captured.constants = mutated, aliases, constants
     return captured
@@ -318,18 +319,6 @@ def _mutated_last(
             )
     output.args = ((*results, *written),)
     return names
-
-
-def _refuse_subgraphs(graph: Graph) -> None:
-    # Control flow such as ``cond`` and ``scan``: no sharding rule sees into a subgraph. Those of
-    # grad mode and autocast are inlined by now.
-    for node in graph.nodes:
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
-            raise UnsupportedError(
-                f"operator {node.target} runs a graph of its own, which sp_compiler cannot shard: "
-                "write it with tensor operations, such as torch.where in place of torch.cond\n"
-                + node_origin(node)
-            )
 
 
 def _propagate(graph: Graph, reads: Reads) -> None:

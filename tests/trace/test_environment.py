@@ -138,15 +138,6 @@ def test_a_module_converted_to_something_else_is_refused() -> None:
     assert model.gate.weight.dtype is torch.float64
 
 
-def test_data_of_a_tensor_is_refused_with_what_to_write_instead() -> None:
-    class Model(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return (x * x.data).sum()
-
-    with pytest.raises(CaptureError, match=r"x\.data[^\n]*\n.*read x\.detach\(\) instead"):
-        capture(Model(), (torch.randn(2),))
-
-
 def test_a_default_dtype_set_in_forward_is_refused_with_its_line() -> None:
     class Model(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -120,9 +120,19 @@ def _that_writes_what_is_read_detached_alone(linear: nn.Module, x: Tensor) -> Te
     return (linear(x) - target.view_as(x)) * other.detach()
 
 
+def _that_is_data(linear: nn.Module, x: Tensor) -> Tensor:
+    y = linear(x)
+    rounded = y + (y.round() - y).data
+    made = torch.zeros_like(x.data)
+    made.data.copy_(linear.weight.data[0])
+    made.data += y.data.abs().amax(-1, keepdim=True)
+    return rounded * made
+
+
 @pytest.mark.parametrize(
     "function",
     [
+        _that_is_data,
         _that_writes_what_is_read_detached_alone,
         _that_returns_itself,
         _of_a_parameter,
@@ -151,13 +161,18 @@ def _into_a_detached_view(y: Tensor) -> None:
     y.detach()[0].mul_(2)
 
 
+def _into_data(y: Tensor) -> None:
+    y.data.clamp_(-1, 1)
+
+
 def _one_of_a_list(y: Tensor) -> None:
     with torch.no_grad():
         torch._foreach_mul_([torch.ones_like(y), y], 2.0)
 
 
 @pytest.mark.parametrize(
-    "write", [_under_no_grad, _under_autocast_too, _into_a_detached_view, _one_of_a_list]
+    "write",
+    [_under_no_grad, _under_autocast_too, _into_a_detached_view, _into_data, _one_of_a_list],
 )
 def test_writes_that_a_gradient_does_not_notice_are_refused(write: Callable[..., None]) -> None:
     def function(linear: nn.Module, x: Tensor) -> Tensor:

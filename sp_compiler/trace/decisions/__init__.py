@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from sp_compiler.base.decisions import Decision, LayoutRead, ModeRead, NumberRead, layout
 from sp_compiler.base.errors import CaptureError
+from sp_compiler.base.storage import share_elements
 from sp_compiler.base.warn import user_line
 from sp_compiler.ir.program import Ref
 from sp_compiler.trace.attributes.changes import replaced_forward
@@ -75,6 +76,12 @@ _OF_GRAD_MODE: dict[object, Any] = {
     Tensor.grad_fn.__get__: None,  # type: ignore[union-attr]
 }
 """Attributes of a result that tell whether gradients are recorded, and what they are if not."""
+
+_SEEN_AS: dict[object, Callable[..., Any]] = {
+    Tensor.data.__get__: Tensor.detach,  # type: ignore[attr-defined]
+}
+"""What the tracer does not see, and what it does see and returns the same: a view that gets no
+gradient. Of writes into it hidden_writes.py knows."""
 
 _OF_LAYOUT = (Tensor.is_contiguous, Tensor.stride)
 _BY_LAYOUT = (Tensor.as_strided, torch.as_strided)
@@ -223,6 +230,16 @@ def _traced_numbers(data: Any, **kwargs: Any) -> Tensor | None:
     return torch.stack(tuple(data)).detach().to(**kwargs) if alike and traced else None
 
 
+def _is_there_already(tensor: Tensor, *given: Any) -> bool:
+    """Return whether ``tensor.data = value`` assigns what is there: a parameter to itself, as
+    ``Module.to()`` does where nothing is to be done, or what ``tensor.data += 1`` has written."""
+    value = given[-1] if given else None
+    if value is tensor or not isinstance(value, Tensor) or not share_elements(value, tensor):
+        return value is tensor
+    first, second = ((x.storage_offset(), *x.shape, *x.stride()) for x in (value, tensor))
+    return first == second
+
+
 class _ReadMode(TorchFunctionMode):
     """Answers reads of numbers that can be computed from inputs and buffers."""
 
@@ -254,8 +271,7 @@ class _ReadMode(TorchFunctionMode):
             return value if records else _OF_GRAD_MODE[func]
         if func in _BY_LAYOUT or (func in _OF_LAYOUT and asked_by_model()):
             self._read_layout(args[0])
-        # Module.to() assigns a parameter to itself where nothing is to be done.
-        if func in _UNSEEN and args[0] is not args[-1]:
+        if func in _UNSEEN and not _is_there_already(*args):
             raise CaptureError(f"the forward {_UNSEEN[func]}: {user_line()}")
         if (
             func is torch.tensor
@@ -264,7 +280,7 @@ class _ReadMode(TorchFunctionMode):
             return numbers
         if (chosen := self._rows.result(func, args, kwargs or {})) is not NotImplemented:
             return chosen
-        result = func(*args, **(kwargs or {}))
+        result = _SEEN_AS.get(func, func)(*args, **(kwargs or {}))
         self.finite.record(func, args, result)
         return result
 

@@ -1,7 +1,7 @@
-"""Check for dtypes that kernels reject although fake tensors accept them.
+"""What a captured graph is refused for, with the line of the model.
 
-Without it, a model with inputs of the wrong dtype would be captured and its parameters placed
-before a kernel raises an error, which names no line of the user's model.
+Without these checks its parameters would be placed before a kernel, or a later pass, raises an
+error, which names no line of the user's model.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
 
-from sp_compiler.base.errors import CaptureError
+from sp_compiler.base.errors import CaptureError, UnsupportedError
 from sp_compiler.base.provenance import node_origin
 from sp_compiler.ir.fx import arguments
 from sp_compiler.ir.text import describe_tensor
@@ -37,8 +38,36 @@ _INDICES = (torch.int64, torch.int32)
 _HALVES = (torch.bfloat16, torch.float16)
 
 
+def refuse_subgraphs(graph: Graph) -> None:
+    """Raise an error for control flow such as ``cond`` and ``scan``.
+
+    No sharding rule sees into a subgraph; those of grad mode and autocast are inlined by now.
+    """
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            raise UnsupportedError(
+                f"operator {node.target} runs a graph of its own, which sp_compiler cannot shard: "
+                "write it with tensor operations, such as torch.where in place of torch.cond\n"
+                + node_origin(node)
+            )
+
+
+def refuse_layouts(graph: Graph) -> None:
+    """Raise an error for sparse and nested tensors: rules shard dims, and kept bytes are counted,
+    of dense ones."""
+    for node in graph.nodes:
+        for value in pytree.tree_leaves(node.meta.get("val")):
+            if isinstance(value, Tensor) and value.layout is not torch.strided:
+                raise UnsupportedError(
+                    f"{node.name} is a tensor with the layout {value.layout}, which sp_compiler "
+                    "cannot shard: pass and compute dense tensors (x.to_dense(), or a padded one "
+                    "and a mask), or use index_add and scatter_add with indices and values\n"
+                    + node_origin(node)
+                )
+
+
 def check_dtypes(graph: Graph, inputs: dict[str, Any]) -> None:
-    """Raise an error for an operator that has no kernel for its dtypes.
+    """Raise an error for an operator that has no kernel for its dtypes, which fake tensors accept.
 
     Args:
         graph: as captured.

@@ -124,7 +124,7 @@ def _that_is_data(linear: nn.Module, x: Tensor) -> Tensor:
     y = linear(x)
     rounded = y + (y.round() - y).data
     made = torch.zeros_like(x.data)
-    made.data.copy_(linear.weight.data[0])
+    made.data.copy_(linear.get_parameter("weight").data[0])
     made.data += y.data.abs().amax(-1, keepdim=True)
     return rounded * made
 

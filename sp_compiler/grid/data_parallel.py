@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.grid.fully_sharded import is_divided
-from sp_compiler.grid.watched_group import watch_fsdp
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.runtime.group import TensorParallelGroup
 from sp_compiler.runtime.mesh_axes import (
@@ -186,7 +185,6 @@ def apply_data_parallelism(
     for path in blocks:
         apply(root.get_submodule(path), mesh=mesh, **inside)
     apply(root, mesh=mesh, **options)
-    watch_fsdp(root.modules())
 
 
 def _refuse_hooks(root: nn.Module) -> None:

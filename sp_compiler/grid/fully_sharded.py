@@ -26,6 +26,7 @@ from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.base.warn import warn
 from sp_compiler.grid.adapted_groups import adapt
 from sp_compiler.grid.same_gradients import SameGradients
+from sp_compiler.grid.watched_group import watch
 from sp_compiler.runtime.mesh_axes import EXPERT_AXIS
 from sp_compiler.runtime.parameter_gradients import mark_reduced_by_hooks
 
@@ -194,6 +195,7 @@ class FullySharded:
         managed: dict[tuple[int, str], Any] = {}
         for group in self._groups:
             adapt(group)
+            watch(group)
             for record in group.fsdp_params:
                 info = record._module_info
                 owners = [(info.module, info.param_name)]

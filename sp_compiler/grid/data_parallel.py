@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor
 
@@ -28,6 +28,11 @@ from sp_compiler.runtime.mesh_axes import (
 _REPLICATE_OPTIONS = {"mp_policy", "offload_policy"}
 _SHARD_OPTIONS = _REPLICATE_OPTIONS | {"reshard_after_forward", "shard_placement_fn"}
 _STAGE_OPTIONS = {"mp_policy", "shard_placement_fn"}
+_POLICIES = {
+    "mp_policy": (MixedPrecisionPolicy, "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"),
+    # FSDP2 ignores any other one.
+    "offload_policy": (OffloadPolicy, "CPUOffloadPolicy()"),
+}
 
 
 def checked_options(
@@ -62,13 +67,15 @@ def checked_options(
             f"{', '.join(sorted(allowed))}. For others pass fsdp=False and apply "
             "torch.distributed.fsdp.fully_shard to the module yourself"
         )
-    policy = options.get("mp_policy")
-    if policy is not None and not isinstance(policy, MixedPrecisionPolicy):
-        raise ArgumentError(
-            f"fsdp=dict(mp_policy={policy!r}): expected a "
-            "torch.distributed.fsdp.MixedPrecisionPolicy, for example "
-            "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
-        )
+    # None means FSDP2's own choice, but is no policy to it.
+    options = {name: value for name, value in options.items() if value is not None}
+    for name, (kind, example) in _POLICIES.items():
+        policy = options.get(name)
+        if policy is not None and not isinstance(policy, kind):
+            raise ArgumentError(
+                f"fsdp=dict({name}={policy!r}): expected a "
+                f"torch.distributed.fsdp.{kind.__name__}, for example {example}"
+            )
     reshard = options.get("reshard_after_forward")
     if isinstance(reshard, int) and not isinstance(reshard, bool) and world_size > 1:
         raise UnsupportedError(

@@ -97,6 +97,7 @@ def test_what_is_no_mesh() -> None:
         ({"dp_replicate": 4, "tp": 2}, {"reshard_after_forward": True}, ArgumentError, "it takes"),
         ({"dp_shard": 4, "tp": 2}, {"reshard_after_forward": 2}, UnsupportedError, "True or False"),
         ({"dp_shard": 4, "tp": 2}, {"mp_policy": "bf16"}, ArgumentError, "MixedPrecisionPolicy"),
+        ({"dp_shard": 4, "tp": 2}, {"offload_policy": True}, ArgumentError, "CPUOffloadPolicy"),
         ({"dp_shard": 4, "tp": 2}, "yes", ArgumentError, "True, False or a dict"),
     ],
 )
@@ -107,14 +108,17 @@ def test_wrong_options(
         sp_compiler.compile(net(), mesh=_mesh(**axes), fsdp=fsdp)
 
 
-def test_fsdp_is_applied_to_blocks_and_root_at_the_first_use() -> None:
-    policy = MixedPrecisionPolicy(output_dtype=torch.float32)
+@pytest.mark.parametrize("policy", [None, MixedPrecisionPolicy(output_dtype=torch.float32)])
+def test_fsdp_is_applied_to_blocks_and_root_at_the_first_use(
+    policy: MixedPrecisionPolicy | None,
+) -> None:
     mesh = _mesh(dp_shard=4, tp=2)
     module = sp_compiler.compile(net(), mesh=mesh, fsdp={"mp_policy": policy})
     assert not isinstance(module, FSDPModule)
     module.prepare(batch())
     wrapped = {name for name, one in module.named_modules() if isinstance(one, FSDPModule)}
     assert wrapped == {"", "blocks.0", "blocks.1"}
+    assert isinstance(module._get_fsdp_state()._mp_policy, MixedPrecisionPolicy)
     assert all(p.device_mesh.ndim == 2 for p in module.parameters())
 
 

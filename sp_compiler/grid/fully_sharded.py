@@ -150,9 +150,10 @@ class FullySharded:
         """
         if torch._C._current_graph_task_id() != -1:  # a checkpoint's second forward
             return
-        for group in self._off_shards():
+        for group in self._groups:
             # Where a user has them kept behind backward, for microbatches, they stay.
-            if group._training_state == TrainingState.IDLE and group.reshard_after_backward:
+            is_idle = group._training_state == TrainingState.IDLE
+            if not group.is_sharded and is_idle and group.reshard_after_backward:
                 group.reshard()
 
     def follow_dtypes(self) -> None:
@@ -177,16 +178,15 @@ class FullySharded:
     def shards(self) -> dict[int, nn.Parameter]:
         """Return the shards of parameters that are gathered now, in whole or in part, by ``id`` of
         what is in the module instead."""
+        # Searched, as users may gather (``unshard``) before the first call, which knows the groups.
         return {
             id(parameter): record.sharded_param
-            for group in self._off_shards()
+            for group in param_groups(self._tree.values())
+            if not group.is_sharded
             for record in group.fsdp_params
             for name in ("_unsharded_param", "_sharded_post_forward_param")
             if (parameter := getattr(record, name, None)) is not None
         }
-
-    def _off_shards(self) -> Iterator[Any]:
-        return (group for group in self._groups if not group.is_sharded)
 
     def _find(self) -> dict[str, Any]:
         modules = self._tree.values()

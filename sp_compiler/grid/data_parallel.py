@@ -173,9 +173,11 @@ def apply_data_parallelism(
 
     Raises:
         ArgumentError: parameters, which are replaced, have hooks.
-        UnsupportedError: a block trains parameters of several dtypes.
+        UnsupportedError: a block trains parameters of several dtypes, or this rank has no part of a
+            parameter.
     """
     _refuse_hooks(root)
+    _refuse_empty_parts(root)
     blocks = list(_self_contained_blocks(root, compiled))
     _refuse_mixed_dtypes(root, [*blocks, ""])
     mesh, apply = group.data.mesh, _apply(group.data)
@@ -202,6 +204,19 @@ def _refuse_hooks(root: nn.Module) -> None:
                 f"{name} has hooks and is not placed yet, and fully_shard replaces it; pass "
                 "example_inputs to sp_compiler.compile (or call the module once), and register "
                 "the hooks afterwards, by register_post_accumulate_grad_hook"
+            )
+
+
+def _refuse_empty_parts(root: nn.Module) -> None:
+    """Raise an error for what FSDP2 cannot reduce, of a rank that got nothing but padding."""
+    for name, parameter in root.named_parameters():
+        part = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        if parameter.numel() and not part.numel():
+            raise UnsupportedError(
+                f"{name!r} of shape {tuple(parameter.shape)} is divided over the ranks of tp, and "
+                "this one gets none of it, as a rank without attention heads does; FSDP2 cannot "
+                "shard nothing: take fewer ranks on tp, so that each has a head, or hints= that "
+                "replicate the parameter"
             )
 
 

@@ -10,13 +10,12 @@ import torch
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor
 
 from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.grid.fully_sharded import is_divided
-from sp_compiler.grid.watched_group import watch_fsdp
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.runtime.group import TensorParallelGroup
 from sp_compiler.runtime.mesh_axes import (
@@ -29,6 +28,11 @@ from sp_compiler.runtime.mesh_axes import (
 _REPLICATE_OPTIONS = {"mp_policy", "offload_policy"}
 _SHARD_OPTIONS = _REPLICATE_OPTIONS | {"reshard_after_forward", "shard_placement_fn"}
 _STAGE_OPTIONS = {"mp_policy", "shard_placement_fn"}
+_POLICIES = {
+    "mp_policy": (MixedPrecisionPolicy, "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"),
+    # FSDP2 ignores any other one.
+    "offload_policy": (OffloadPolicy, "CPUOffloadPolicy()"),
+}
 
 
 def checked_options(
@@ -63,13 +67,15 @@ def checked_options(
             f"{', '.join(sorted(allowed))}. For others pass fsdp=False and apply "
             "torch.distributed.fsdp.fully_shard to the module yourself"
         )
-    policy = options.get("mp_policy")
-    if policy is not None and not isinstance(policy, MixedPrecisionPolicy):
-        raise ArgumentError(
-            f"fsdp=dict(mp_policy={policy!r}): expected a "
-            "torch.distributed.fsdp.MixedPrecisionPolicy, for example "
-            "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
-        )
+    # None means FSDP2's own choice, but is no policy to it.
+    options = {name: value for name, value in options.items() if value is not None}
+    for name, (kind, example) in _POLICIES.items():
+        policy = options.get(name)
+        if policy is not None and not isinstance(policy, kind):
+            raise ArgumentError(
+                f"fsdp=dict({name}={policy!r}): expected a "
+                f"torch.distributed.fsdp.{kind.__name__}, for example {example}"
+            )
     reshard = options.get("reshard_after_forward")
     if isinstance(reshard, int) and not isinstance(reshard, bool) and world_size > 1:
         raise UnsupportedError(
@@ -167,9 +173,11 @@ def apply_data_parallelism(
 
     Raises:
         ArgumentError: parameters, which are replaced, have hooks.
-        UnsupportedError: a block trains parameters of several dtypes.
+        UnsupportedError: a block trains parameters of several dtypes, or this rank has no part of a
+            parameter.
     """
     _refuse_hooks(root)
+    _refuse_empty_parts(root)
     blocks = list(_self_contained_blocks(root, compiled))
     _refuse_mixed_dtypes(root, [*blocks, ""])
     mesh, apply = group.data.mesh, _apply(group.data)
@@ -186,7 +194,6 @@ def apply_data_parallelism(
     for path in blocks:
         apply(root.get_submodule(path), mesh=mesh, **inside)
     apply(root, mesh=mesh, **options)
-    watch_fsdp(root.modules())
 
 
 def _refuse_hooks(root: nn.Module) -> None:
@@ -197,6 +204,19 @@ def _refuse_hooks(root: nn.Module) -> None:
                 f"{name} has hooks and is not placed yet, and fully_shard replaces it; pass "
                 "example_inputs to sp_compiler.compile (or call the module once), and register "
                 "the hooks afterwards, by register_post_accumulate_grad_hook"
+            )
+
+
+def _refuse_empty_parts(root: nn.Module) -> None:
+    """Raise an error for what FSDP2 cannot reduce, of a rank that got nothing but padding."""
+    for name, parameter in root.named_parameters():
+        part = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        if parameter.numel() and not part.numel():
+            raise UnsupportedError(
+                f"{name!r} of shape {tuple(parameter.shape)} is divided over the ranks of tp, and "
+                "this one gets none of it, as a rank without attention heads does; FSDP2 cannot "
+                "shard nothing: take fewer ranks on tp, so that each has a head, or hints= that "
+                "replicate the parameter"
             )
 
 

@@ -26,6 +26,7 @@ from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.base.warn import warn
 from sp_compiler.grid.adapted_groups import adapt
 from sp_compiler.grid.same_gradients import SameGradients
+from sp_compiler.grid.watched_group import watch
 from sp_compiler.runtime.mesh_axes import EXPERT_AXIS
 from sp_compiler.runtime.parameter_gradients import mark_reduced_by_hooks
 
@@ -149,9 +150,10 @@ class FullySharded:
         """
         if torch._C._current_graph_task_id() != -1:  # a checkpoint's second forward
             return
-        for group in self._off_shards():
+        for group in self._groups:
             # Where a user has them kept behind backward, for microbatches, they stay.
-            if group._training_state == TrainingState.IDLE and group.reshard_after_backward:
+            is_idle = group._training_state == TrainingState.IDLE
+            if not group.is_sharded and is_idle and group.reshard_after_backward:
                 group.reshard()
 
     def follow_dtypes(self) -> None:
@@ -176,16 +178,15 @@ class FullySharded:
     def shards(self) -> dict[int, nn.Parameter]:
         """Return the shards of parameters that are gathered now, in whole or in part, by ``id`` of
         what is in the module instead."""
+        # Searched, as users may gather (``unshard``) before the first call, which knows the groups.
         return {
             id(parameter): record.sharded_param
-            for group in self._off_shards()
+            for group in param_groups(self._tree.values())
+            if not group.is_sharded
             for record in group.fsdp_params
             for name in ("_unsharded_param", "_sharded_post_forward_param")
             if (parameter := getattr(record, name, None)) is not None
         }
-
-    def _off_shards(self) -> Iterator[Any]:
-        return (group for group in self._groups if not group.is_sharded)
 
     def _find(self) -> dict[str, Any]:
         modules = self._tree.values()
@@ -194,6 +195,7 @@ class FullySharded:
         managed: dict[tuple[int, str], Any] = {}
         for group in self._groups:
             adapt(group)
+            watch(group)
             for record in group.fsdp_params:
                 info = record._module_info
                 owners = [(info.module, info.param_name)]

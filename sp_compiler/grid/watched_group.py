@@ -11,13 +11,12 @@ FSDP2 takes the process groups of its mesh, and waits in them for as long as the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from sp_compiler.grid.fully_sharded import param_groups
 from sp_compiler.runtime.failures.boards import board_of, report_everywhere
 from sp_compiler.runtime.watched_collectives import WatchedCollectives, is_gloo
 
@@ -27,13 +26,12 @@ _NAMES_BEFORE_2_13 = {
 }
 
 
-def watch_fsdp(modules: Iterable[nn.Module]) -> None:
-    """Watch the collectives of FSDP2 in ``modules``, which is applied already."""
-    for group in param_groups(modules):
-        info = group.mesh_info
-        for name in ("shard_process_group", "replicate_process_group"):
-            if hasattr(info, name):
-                setattr(info, name, watched(getattr(info, name)))
+def watch(group: Any) -> None:
+    """Watch the collectives of an FSDP group of parameters."""
+    info = group.mesh_info
+    for name in ("shard_process_group", "replicate_process_group"):
+        if hasattr(info, name):
+            setattr(info, name, watched(getattr(info, name)))
 
 
 def watched(process_group: dist.ProcessGroup | WatchedGroup) -> Any:

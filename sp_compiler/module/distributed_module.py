@@ -33,6 +33,10 @@ _NO_EXPORT = (
     "the collectives of this group; export the original model, with the weights of "
     "module.full_state_dict()"
 )
+_NO_CALL = (
+    "the module of a pipeline has the parameters of this rank's stages, and cannot be called: "
+    "pipeline.step(...) trains, pipeline.eval(...) and eval_loss(...) evaluate"
+)
 _NO_DDP = (
     "DistributedDataParallel (also accelerate.prepare(model) and transformers.Trainer, "
     "which use it) would average over ranks that hold different parts of this model, and "
@@ -123,6 +127,8 @@ class DistributedModule(Inspection, Weights):
             with COMPILING:  # or it is the capture of another thread
                 if torch.compiler.is_exporting():
                     raise UnsupportedError(_NO_EXPORT)
+        if not self._sp_state.layout.calls_root:
+            raise UnsupportedError(_NO_CALL)
         if self._sp_state.fsdp_options is not None:
             # Before this very call, whose hooks are FSDP's then.
             self.prepare(*args, **kwargs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -25,32 +24,16 @@ class PipelineAxis:
     Attributes:
         group: process group of those ranks.
         rank: this rank in the group.
-        ranks: their numbers in the default group.
         watched: the same ranks with a board, to compare what must be equal on all stages.
     """
 
     group: dist.ProcessGroup
     rank: int
-    ranks: tuple[int, ...]
     watched: TensorParallelGroup
 
     @property
     def size(self) -> int:
-        return len(self.ranks)
-
-    def subgroups(
-        self, members: Iterable[frozenset[int]]
-    ) -> dict[frozenset[int], dist.ProcessGroup]:
-        """Return the process groups of those sets of ranks of the axis that contain this rank."""
-        # Ranks of other pipelines make theirs at their own time: only members synchronise.
-        return {
-            each: dist.new_group(
-                [self.ranks[rank] for rank in sorted(each)], use_local_synchronization=True
-            )
-            # In one order on all members, who make each group together.
-            for each in sorted(set(members), key=sorted)
-            if self.rank in each
-        }
+        return self.group.size()
 
 
 def pipeline_axis(mesh: DeviceMesh | None, rank_timeout: timedelta) -> PipelineAxis:
@@ -62,6 +45,4 @@ def pipeline_axis(mesh: DeviceMesh | None, rank_timeout: timedelta) -> PipelineA
     remark = "without stages use sp_compiler.compile(model, mesh=mesh)"
     axis = named_axis(mesh, PIPELINE_AXIS, user="a pipeline", example=_EXAMPLE, remark=remark)
     group = axis.get_group()
-    ranks = tuple(dist.get_process_group_ranks(group))
-    watched = watched_group(axis, rank_timeout, "pipeline")
-    return PipelineAxis(group, dist.get_rank(group), ranks, watched)
+    return PipelineAxis(group, group.rank(), watched_group(axis, rank_timeout, "pipeline"))

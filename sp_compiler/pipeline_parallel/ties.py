@@ -30,7 +30,7 @@ class TiedParameters:
 
     def __init__(self, holders: Mapping[str, frozenset[int]], axis: PipelineAxis) -> None:
         self.holders = {name: ranks for name, ranks in holders.items() if len(ranks) > 1}
-        self._groups = axis.subgroups(self.holders.values())
+        self._axis = axis
         self._own = [name for name, ranks in self.holders.items() if axis.rank in ranks]
 
     @torch.no_grad()
@@ -59,11 +59,33 @@ class TiedParameters:
             own = parameter.grad
             # A holder whose stage did not use it still takes part, or the others would wait.
             local = torch.zeros_like(local_tensor(parameter)) if own is None else local_tensor(own)
-            with torch.no_grad():
-                total = local.contiguous()
-                dist.all_reduce(total, group=self._groups[self.holders[name]])
+            total = self._sum(local.contiguous(), self.holders[name])
             parameter.grad = earlier.get(name)
             accumulate(parameter, total)
+
+    @torch.no_grad()
+    def _sum(self, own: Tensor, holders: frozenset[int]) -> Tensor:
+        """Return the sum of ``own`` of all ``holders``, the same to the bit on each of them."""
+        parts = {
+            rank: own if rank == self._axis.rank else torch.empty_like(own)
+            for rank in sorted(holders)
+        }
+        # By messages in the pipeline's group, not by a group of the holders: torch derives the name
+        # of such a one from the number of groups that a rank has, and ranks with different numbers
+        # would wait for each other forever.
+        messages = [
+            dist.P2POp(operation, tensor, group=self._axis.group, group_peer=rank)
+            for rank, part in parts.items()
+            if rank != self._axis.rank
+            for operation, tensor in ((dist.isend, own), (dist.irecv, part))
+        ]
+        for message in dist.batch_isend_irecv(messages):
+            message.wait()
+        # In one order on all holders.
+        total, *others = parts.values()
+        for part in others:
+            total += part
+        return total
 
 
 def holders_of(

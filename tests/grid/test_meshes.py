@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Shard
 
 import sp_compiler
 from sp_compiler import ArgumentError, UnsupportedError
+from sp_compiler.grid.data_parallel import apply_data_parallelism
 from sp_compiler.runtime.mesh_axes import DataAxes
 from tests.helpers.fake_group import fake_group
 from tests.helpers.slow import slow
@@ -97,6 +100,7 @@ def test_what_is_no_mesh() -> None:
         ({"dp_replicate": 4, "tp": 2}, {"reshard_after_forward": True}, ArgumentError, "it takes"),
         ({"dp_shard": 4, "tp": 2}, {"reshard_after_forward": 2}, UnsupportedError, "True or False"),
         ({"dp_shard": 4, "tp": 2}, {"mp_policy": "bf16"}, ArgumentError, "MixedPrecisionPolicy"),
+        ({"dp_shard": 4, "tp": 2}, {"offload_policy": True}, ArgumentError, "CPUOffloadPolicy"),
         ({"dp_shard": 4, "tp": 2}, "yes", ArgumentError, "True, False or a dict"),
     ],
 )
@@ -107,14 +111,17 @@ def test_wrong_options(
         sp_compiler.compile(net(), mesh=_mesh(**axes), fsdp=fsdp)
 
 
-def test_fsdp_is_applied_to_blocks_and_root_at_the_first_use() -> None:
-    policy = MixedPrecisionPolicy(output_dtype=torch.float32)
+@pytest.mark.parametrize("policy", [None, MixedPrecisionPolicy(output_dtype=torch.float32)])
+def test_fsdp_is_applied_to_blocks_and_root_at_the_first_use(
+    policy: MixedPrecisionPolicy | None,
+) -> None:
     mesh = _mesh(dp_shard=4, tp=2)
     module = sp_compiler.compile(net(), mesh=mesh, fsdp={"mp_policy": policy})
     assert not isinstance(module, FSDPModule)
     module.prepare(batch())
     wrapped = {name for name, one in module.named_modules() if isinstance(one, FSDPModule)}
     assert wrapped == {"", "blocks.0", "blocks.1"}
+    assert isinstance(module._get_fsdp_state()._mp_policy, MixedPrecisionPolicy)
     assert all(p.device_mesh.ndim == 2 for p in module.parameters())
 
 
@@ -142,6 +149,20 @@ def test_parameters_of_several_dtypes(name: str, where: str) -> None:
     module.get_parameter(f"{name}.other" if name else "other").requires_grad_(False)
     module.prepare(batch())
     assert isinstance(module, FSDPModule)
+
+
+def test_a_rank_without_a_part_of_a_parameter() -> None:
+    part = DTensor.from_local(
+        torch.empty(0, 4),
+        _mesh(dp_shard=4, tp=2)["tp"],
+        [Shard(0)],
+        shape=torch.Size((2, 4)),
+        stride=(4, 1),
+    )
+    root: Any = nn.ParameterDict({"weight": nn.Parameter(part)})
+    unused: Any = None
+    with pytest.raises(UnsupportedError, match=r"'weight' of shape \(2, 4\).*gets none of it"):
+        apply_data_parallelism(root, unused, unused, {})
 
 
 def test_an_error_behind_the_placement_is_the_one_raised(monkeypatch: Any) -> None:

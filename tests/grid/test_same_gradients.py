@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 import sp_compiler
 from sp_compiler import RankMismatchError
@@ -27,12 +28,16 @@ class _Forked(nn.Module):
 
 
 def _ways() -> None:
-    """An error on all ranks; then both ways on all of them."""
-    for data in ("dp_shard", "dp_replicate"):
+    """An error on all ranks; then both ways on all of them. Also where users apply FSDP2."""
+    for data, by_hand in (("dp_shard", False), ("dp_shard", True), ("dp_replicate", False)):
         mesh, model = grids.mesh(**{data: 2, "tp": 1}), _Forked()
         part, parts = sp_compiler.data_shard(mesh)
         x = batch().chunk(parts)[part]
-        module: Any = sp_compiler.compile(_Forked(), mesh=mesh, example_inputs=((x, True), {}))
+        module: Any = sp_compiler.compile(
+            _Forked(), mesh=mesh, example_inputs=((x, True), {}), fsdp=not by_hand
+        )
+        if by_hand:
+            fully_shard(module, mesh=mesh[data])
         found = r"left has (a|no) gradient on this .*\(2 parameters.*counts nothing"
         with pytest.raises(RankMismatchError, match=found):
             module(x, part == 0).backward()

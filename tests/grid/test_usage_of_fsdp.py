@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import operator
 import warnings
 from typing import Any
 from unittest import mock
@@ -67,6 +68,9 @@ def gradients_add_up_over_backwards() -> None:
 def an_optimizer_made_behind_a_forward_trains_all_parameters() -> None:
     """FSDP leaves those of the root gathered, of which a step would be lost."""
     module, model = _compiled(), net()
+    shards = list(module.parameters())
+    module.unshard()  # ahead of the first call
+    assert all(map(operator.is_, module.parameters(), shards))
     for context in (torch.no_grad(), contextlib.nullcontext()):
         with context:
             module(_own(_mesh(), batch()))

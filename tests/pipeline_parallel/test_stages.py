@@ -357,6 +357,8 @@ def test_a_pipeline_of_one_rank() -> None:
     expected.backward()
     torch.testing.assert_close(loss, expected.detach())
     assert_same_gradients(pipeline.module, model)
+    with pytest.raises(UnsupportedError, match=r"pipeline\.step"):
+        pipeline.module(x)
 
 
 @pytest.mark.parametrize("weight", [torch.ones(3), None])

@@ -224,6 +224,26 @@ def _traced_numbers(data: Any, **kwargs: Any) -> Tensor | None:
     return torch.stack(tuple(data)).detach().to(**kwargs) if alike and traced else None
 
 
+def _counts(ids: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor | None:
+    """Return ``torch.bincount`` of ids below ``minlength``; larger ones raise in the program.
+
+    ``None`` with weights or without a ``minlength``: then numbers tell the size.
+    """
+    if weights is not None or not minlength or node_of(ids) is None:
+        return None
+    ones = torch.ones_like(ids, dtype=torch.int64)
+    return ones.new_zeros(minlength).index_add(0, ids.long(), ones)
+
+
+_COMPUTED: dict[object, Callable[..., Tensor | None]] = {
+    torch.tensor: _traced_numbers,
+    torch.bincount: _counts,
+    Tensor.bincount: _counts,
+}
+"""Functions that would read numbers, and how their results are computed without; ``None`` where
+they cannot be."""
+
+
 class _ReadMode(TorchFunctionMode):
     """Answers reads of numbers that can be computed from inputs and buffers."""
 
@@ -258,11 +278,9 @@ class _ReadMode(TorchFunctionMode):
         # Module.to() assigns a parameter to itself where nothing is to be done.
         if func in _UNSEEN and args[0] is not args[-1]:
             raise CaptureError(f"the forward {_UNSEEN[func]}: {user_line()}")
-        if (
-            func is torch.tensor
-            and (numbers := _traced_numbers(*args, **(kwargs or {}))) is not None
-        ):
-            return numbers
+        computed = _COMPUTED[func](*args, **(kwargs or {})) if func in _COMPUTED else None
+        if computed is not None:
+            return computed
         if (chosen := self._rows.result(func, args, kwargs or {})) is not NotImplemented:
             return chosen
         result = func(*args, **(kwargs or {}))

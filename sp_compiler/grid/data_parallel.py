@@ -15,6 +15,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor
 
 from sp_compiler.base.errors import ArgumentError, UnsupportedError
+from sp_compiler.base.placement import I, Placement
 from sp_compiler.grid.fully_sharded import is_divided
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.runtime.group import TensorParallelGroup
@@ -173,11 +174,11 @@ def apply_data_parallelism(
 
     Raises:
         ArgumentError: parameters, which are replaced, have hooks.
-        UnsupportedError: a block trains parameters of several dtypes, or this rank has no part of a
+        UnsupportedError: a block trains parameters of several dtypes, or a rank has no part of a
             parameter.
     """
     _refuse_hooks(root)
-    _refuse_empty_parts(root)
+    _refuse_empty_parts(root, compiled.param_placements, group.world_size)
     blocks = list(_self_contained_blocks(root, compiled))
     _refuse_mixed_dtypes(root, [*blocks, ""])
     mesh, apply = group.data.mesh, _apply(group.data)
@@ -207,16 +208,20 @@ def _refuse_hooks(root: nn.Module) -> None:
             )
 
 
-def _refuse_empty_parts(root: nn.Module) -> None:
-    """Raise an error for what FSDP2 cannot reduce, of a rank that got nothing but padding."""
+def _refuse_empty_parts(
+    root: nn.Module, placements: Mapping[str, Placement], world_size: int
+) -> None:
+    """Raise an error, on all ranks, for what FSDP2 cannot reduce: a part that is nothing but
+    padding, as the last rank's may be."""
     for name, parameter in root.named_parameters():
-        part = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-        if parameter.numel() and not part.numel():
+        parts = placements.get(name, I).true_parts(world_size - 1, world_size)
+        # There are no segments where all ranks have equal parts.
+        if parts and not any(parts) and parameter.numel():
             raise UnsupportedError(
-                f"{name!r} of shape {tuple(parameter.shape)} is divided over the ranks of tp, and "
-                "this one gets none of it, as a rank without attention heads does; FSDP2 cannot "
-                "shard nothing: take fewer ranks on tp, so that each has a head, or hints= that "
-                "replicate the parameter"
+                f"{name!r} of shape {tuple(parameter.shape)} is divided over {world_size} ranks of "
+                "tp, and the last gets none of it, as a rank without attention heads does; FSDP2 "
+                "cannot shard nothing: take fewer ranks on tp, so that each has a head, or hints= "
+                "that replicate the parameter"
             )
 
 

@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Shard
 
 import sp_compiler
 from sp_compiler import ArgumentError, UnsupportedError
-from sp_compiler.grid.data_parallel import apply_data_parallelism
 from sp_compiler.runtime.mesh_axes import DataAxes
 from tests.helpers.fake_group import fake_group
 from tests.helpers.slow import slow
@@ -151,18 +149,32 @@ def test_parameters_of_several_dtypes(name: str, where: str) -> None:
     assert isinstance(module, FSDPModule)
 
 
+class _Heads(nn.Module):
+    """Attention of heads of four numbers, that are multiplied with themselves."""
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.up, self.down = nn.Linear(8, 4 * num_heads), nn.Linear(4 * num_heads, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.up(x).unflatten(-1, (self.num_heads, 4)).transpose(1, 2)
+        scores = (heads @ heads.mT).softmax(-1)
+        result: Tensor = self.down((scores @ heads).transpose(1, 2).flatten(2))
+        return result
+
+
 def test_a_rank_without_a_part_of_a_parameter() -> None:
-    part = DTensor.from_local(
-        torch.empty(0, 4),
-        _mesh(dp_shard=4, tp=2)["tp"],
-        [Shard(0)],
-        shape=torch.Size((2, 4)),
-        stride=(4, 1),
-    )
-    root: Any = nn.ParameterDict({"weight": nn.Parameter(part)})
-    unused: Any = None
-    with pytest.raises(UnsupportedError, match=r"'weight' of shape \(2, 4\).*gets none of it"):
-        apply_data_parallelism(root, unused, unused, {})
+    """Five heads on four ranks are 2, 2, 1 and 0: all ranks say so, before FSDP2 fails on the last.
+
+    This one is the second of them. Six are 2, 2, 2 and 0, seven 2, 2, 2 and 1.
+    """
+    mesh = _mesh(dp_shard=2, tp=4)
+    example: Any = ((torch.randn(2, 3, 8),), {})
+    for num_heads in (5, 6):
+        with pytest.raises(UnsupportedError, match=r"'up.weight' of shape .* the last gets none"):
+            sp_compiler.compile(_Heads(num_heads), mesh=mesh, example_inputs=example)
+    assert isinstance(sp_compiler.compile(_Heads(7), mesh=mesh, example_inputs=example), FSDPModule)
 
 
 def test_an_error_behind_the_placement_is_the_one_raised(monkeypatch: Any) -> None:

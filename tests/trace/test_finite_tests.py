@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributions, nn
 
 from sp_compiler.base.errors import CaptureError
 from sp_compiler.trace.export import capture
@@ -129,6 +129,59 @@ def _marked_by_hand(h: Tensor) -> Any:
 def test_other_questions_are_refused(asks: Callable[[Tensor], Any]) -> None:
     with pytest.raises(CaptureError, match=r"parameter 'up.weight'.*test_finite_tests.py:"):
         capture(_model(asks), (_x(),))
+
+
+class Distributed(nn.Module):
+    """A loss by ``torch.distributions``, which asks whether what it is given is valid."""
+
+    def __init__(self, loss: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 8)
+        self.loss = loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.loss(self.up(x))
+
+
+def _normal(h: Tensor) -> Tensor:
+    mean, log_scale = h.chunk(2, -1)
+    prior = distributions.Normal(torch.zeros_like(mean), torch.ones_like(mean))
+    return distributions.kl_divergence(distributions.Normal(mean, log_scale.exp()), prior).mean()
+
+
+def _categorical(h: Tensor) -> Tensor:
+    chosen = distributions.Categorical(logits=h)
+    return (chosen.log_prob(h.argmax(-1)) + chosen.entropy()).mean()
+
+
+@pytest.mark.parametrize("loss", [_normal, _categorical])
+def test_distributions_are_given_valid_numbers(loss: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    model, x = Distributed(loss).double(), _x()
+    case = parity.make_case(model, {"x": x})
+    parity.assert_parity(case, tp=2)
+    model(x).backward()
+    true = {key: value.grad for key, value in model.named_parameters()}
+    assert parity.gradient_error(case.grads, true) < 1e-14
+    model.up.bias.data[3] = torch.nan
+    with pytest.raises(ValueError, match="invalid values"):
+        model(x)
+    captured = capture(model, (x,)).module
+    assert captured(*model.parameters(), x)[0].isnan()
+
+
+def test_other_numbers_of_a_distribution_show() -> None:
+    """A negative scale has a square all the same."""
+
+    def loss(h: Tensor) -> Tensor:
+        return distributions.Normal(h.sin(), h + 10).variance.mean()
+
+    torch.manual_seed(0)
+    model, x = Distributed(loss).double(), _x()
+    captured = capture(model, (x,)).module
+    torch.testing.assert_close(captured(*model.parameters(), x)[0], model(x), rtol=1e-14, atol=0)
+    model.up.bias.data[3] = -20
+    assert captured(*model.parameters(), x)[0].isnan()
 
 
 def test_a_constant_decides() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -76,12 +77,6 @@ _OF_GRAD_MODE: dict[object, Any] = {
     Tensor.grad_fn.__get__: None,  # type: ignore[union-attr]
 }
 """Attributes of a result that tell whether gradients are recorded, and what they are if not."""
-
-_SEEN_AS: dict[object, Callable[..., Any]] = {
-    Tensor.data.__get__: Tensor.detach,  # type: ignore[attr-defined]
-}
-"""What the tracer does not see, and what it does see and returns the same: a view that gets no
-gradient. Of writes into it hidden_writes.py knows."""
 
 _OF_LAYOUT = (Tensor.is_contiguous, Tensor.stride)
 _BY_LAYOUT = (Tensor.as_strided, torch.as_strided)
@@ -240,6 +235,28 @@ def _is_there_already(tensor: Tensor, *given: Any) -> bool:
     return first == second
 
 
+def _counts(ids: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor | None:
+    """Return ``torch.bincount`` of ids below ``minlength``; larger ones raise in the program.
+
+    ``None`` with weights or without a ``minlength``: then numbers tell the size.
+    """
+    if weights is not None or not minlength or node_of(ids) is None:
+        return None
+    ones = torch.ones_like(ids, dtype=torch.int64)
+    return ones.new_zeros(minlength).index_add(0, ids.long(), ones)
+
+
+_COMPUTED: dict[object, Callable[..., Tensor | None]] = {
+    torch.tensor: _traced_numbers,
+    torch.bincount: _counts,
+    Tensor.bincount: _counts,
+    # Of writes into a detached view, which gets no gradient either, hidden_writes.py knows.
+    Tensor.data.__get__: Tensor.detach,  # type: ignore[attr-defined]
+}
+"""Functions that would read numbers, or return what the tracer does not see, and how their results
+are computed instead; ``None`` where they cannot be."""
+
+
 class _ReadMode(TorchFunctionMode):
     """Answers reads of numbers that can be computed from inputs and buffers."""
 
@@ -273,15 +290,15 @@ class _ReadMode(TorchFunctionMode):
             self._read_layout(args[0])
         if func in _UNSEEN and not _is_there_already(*args):
             raise CaptureError(f"the forward {_UNSEEN[func]}: {user_line()}")
-        if (
-            func is torch.tensor
-            and (numbers := _traced_numbers(*args, **(kwargs or {}))) is not None
-        ):
-            return numbers
+        computed = _COMPUTED[func](*args, **(kwargs or {})) if func in _COMPUTED else None
+        if computed is not None:
+            return computed
         if (chosen := self._rows.result(func, args, kwargs or {})) is not NotImplemented:
             return chosen
-        result = _SEEN_AS.get(func, func)(*args, **(kwargs or {}))
-        self.finite.record(func, args, result)
+        result = func(*args, **(kwargs or {}))
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        is_check = caller.startswith("torch.distributions.")
+        self.finite.record(func, args, result, is_check=is_check)
         return result
 
     def _computed(self, node: Node) -> tuple[list[Node], str]:

@@ -6,6 +6,8 @@ becomes NaN::
 
     if torch.isinf(x).any(): ...       =>       asked = x.isinf().any()
     return loss                                 return loss * where(asked != False, nan, 1)
+
+So are the questions of ``torch.distributions`` whether what it is given is valid.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ _EVERY: Mapping[object, bool] = {
     Tensor.all: True,
     torch.any: False,
     Tensor.any: False,
+    torch._is_all_true: True,
 }
 """Reductions, and the elements that all of an operand's must be for the result to be known."""
 _COMBINED: Mapping[object, Callable[..., bool]] = {
@@ -72,15 +75,17 @@ class FiniteTests:
     _answers: dict[int, _Answer] = field(default_factory=dict)
     _others: list[Tensor] = field(default_factory=list)  # whether an answer was another
 
-    def record(self, func: Any, args: Sequence[Any], result: Any) -> None:
-        """Note ``result`` of ``func(*args)`` if it is known for finite numbers."""
+    def record(self, func: Any, args: Sequence[Any], result: Any, *, is_check: bool) -> None:
+        """Note ``result`` of ``func(*args)`` if it is known for finite numbers, or for valid
+        ones: ``is_check`` tells whether ``torch.distributions`` has called ``func``."""
         if not args or not isinstance(result, Tensor):
             return
         if func in _TESTS:
             value = _TESTS[func] if args[0].is_floating_point() else None
         elif func in _EVERY:
             known = self._known(args[0])
-            value = known if known is _EVERY[func] else None
+            # Where a distribution gets another answer, it raises.
+            value = _EVERY[func] if known is _EVERY[func] or is_check else None
         elif func in _COMBINED:
             operands = [self._known(each) for each in args]
             value = None if None in operands else _COMBINED[func](*operands)

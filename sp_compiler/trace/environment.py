@@ -41,20 +41,31 @@ def check_capturable(model: nn.Module) -> None:
             raise UnsupportedError(
                 f"module {name or '(model)'!r} is a ScriptModule; pass an nn.Module"
             )
-        kinds = [
-            kind
+        lost = {
+            kind: hook
             for kind in _HOOKS
-            if any(
-                not _is_captured(hook) and not _is_without_effect(hook)
-                for hook in getattr(module, kind).values()
+            for hook in getattr(module, kind).values()
+            if not _is_captured(hook) and not _is_without_effect(hook)
+        }
+        if name and lost:  # those of the root itself run around the compiled module
+            advice = (
+                "remove them, and put them on the compiled module afterwards: hooks run there on "
+                "the whole model, its blocks and parameters"
             )
-        ]
-        if name and kinds:  # those of the root itself run around the compiled module
+            # weight_norm, spectral_norm, pruning: they compute the weight, and are no observers.
+            if any(_module_of(hook).startswith("torch.nn.utils.") for hook in lost.values()):
+                advice = (
+                    "remove them (remove_weight_norm and its like), and use "
+                    "torch.nn.utils.parametrizations or parametrize instead, which need none"
+                )
             raise UnsupportedError(
-                f"module {name!r} ({type(module).__name__}) has hooks ({', '.join(kinds)}), which "
-                "cannot run inside the compiled model; remove them, and put them on the compiled "
-                "module afterwards: hooks run there on the whole model, its blocks and parameters"
+                f"module {name!r} ({type(module).__name__}) has hooks ({', '.join(lost)}), which "
+                f"cannot run inside the compiled model; {advice}"
             )
+
+
+def _module_of(hook: Any) -> str:
+    return getattr(hook, "__module__", None) or ""
 
 
 def _is_captured(hook: Any) -> bool:
@@ -63,8 +74,7 @@ def _is_captured(hook: Any) -> bool:
     Transformers collects routers' logits with such hooks, which stay on the model after its first
     call.
     """
-    module = getattr(hook, "__module__", None) or ""
-    return module.partition(".")[0] == "transformers" and not _is_without_effect(hook)
+    return _module_of(hook).partition(".")[0] == "transformers" and not _is_without_effect(hook)
 
 
 def _is_without_effect(hook: Any) -> bool:

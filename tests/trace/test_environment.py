@@ -138,6 +138,16 @@ def test_a_module_converted_to_something_else_is_refused() -> None:
     assert model.gate.weight.dtype is torch.float64
 
 
+def test_hooks_that_compute_a_weight_are_refused_with_what_needs_none() -> None:
+    model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4)), nn.ReLU())
+    with pytest.raises(UnsupportedError, match=r"'0' \(Linear\) has hooks.*parametrizations"):
+        capture(model, (torch.randn(2, 4),))
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    model[0].register_forward_hook(print)
+    with pytest.raises(UnsupportedError, match=r"'0' \(Linear\) has hooks.*on the compiled module"):
+        capture(model, (torch.randn(2, 4),))
+
+
 def test_a_default_dtype_set_in_forward_is_refused_with_its_line() -> None:
     class Model(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -143,6 +143,13 @@ class Distributed(nn.Module):
         return self.loss(self.up(x))
 
 
+@pytest.fixture
+def _checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile switches the checks off for the rest of a process; other tests have called
+    it."""
+    monkeypatch.setattr(distributions.Distribution, "_validate_args", True)
+
+
 def _normal(h: Tensor) -> Tensor:
     mean, log_scale = h.chunk(2, -1)
     prior = distributions.Normal(torch.zeros_like(mean), torch.ones_like(mean))
@@ -154,6 +161,7 @@ def _categorical(h: Tensor) -> Tensor:
     return (chosen.log_prob(h.argmax(-1)) + chosen.entropy()).mean()
 
 
+@pytest.mark.usefixtures("_checked")
 @pytest.mark.parametrize("loss", [_normal, _categorical])
 def test_distributions_are_given_valid_numbers(loss: Callable[[Tensor], Tensor]) -> None:
     torch.manual_seed(0)
@@ -170,6 +178,7 @@ def test_distributions_are_given_valid_numbers(loss: Callable[[Tensor], Tensor])
     assert captured(*model.parameters(), x)[0].isnan()
 
 
+@pytest.mark.usefixtures("_checked")
 def test_other_numbers_of_a_distribution_show() -> None:
     """A negative scale has a square all the same."""
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -296,9 +295,7 @@ class _ReadMode(TorchFunctionMode):
         if (chosen := self._rows.result(func, args, kwargs or {})) is not NotImplemented:
             return chosen
         result = func(*args, **(kwargs or {}))
-        caller = sys._getframe(1).f_globals.get("__name__", "")
-        is_check = caller.startswith("torch.distributions.")
-        self.finite.record(func, args, result, is_check=is_check)
+        self.finite.record(func, args, result)
         return result
 
     def _computed(self, node: Node) -> tuple[list[Node], str]:

@@ -13,6 +13,7 @@ So are the questions of ``torch.distributions`` whether what it is given is vali
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,16 +76,18 @@ class FiniteTests:
     _answers: dict[int, _Answer] = field(default_factory=dict)
     _others: list[Tensor] = field(default_factory=list)  # whether an answer was another
 
-    def record(self, func: Any, args: Sequence[Any], result: Any, *, is_check: bool) -> None:
-        """Note ``result`` of ``func(*args)`` if it is known for finite numbers, or for valid
-        ones: ``is_check`` tells whether ``torch.distributions`` has called ``func``."""
+    def record(self, func: Any, args: Sequence[Any], result: Any) -> None:
+        """Note ``result`` of ``func(*args)`` if it is known for finite numbers, or for valid ones;
+        to be called by the mode that has been given ``func``."""
         if not args or not isinstance(result, Tensor):
             return
         if func in _TESTS:
             value = _TESTS[func] if args[0].is_floating_point() else None
         elif func in _EVERY:
             known = self._known(args[0])
-            # Where a distribution gets another answer, it raises.
+            # Where a distribution gets another answer, it raises. Its frame is the mode's caller.
+            asks = sys._getframe(2).f_globals.get("__name__", "")
+            is_check = asks.startswith("torch.distributions.")
             value = _EVERY[func] if known is _EVERY[func] or is_check else None
         elif func in _COMBINED:
             operands = [self._known(each) for each in args]

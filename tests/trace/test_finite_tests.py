@@ -53,6 +53,7 @@ ASKS: dict[str, Callable[[Tensor], Any]] = {
     "without gradients": _without_gradients,
     "of a copy": lambda h: (h.detach().clone() * 2).isinf().any(),
     "of a part": lambda h: h.chunk(2, -1)[0].isinf().any(),
+    "counted": lambda h: h.isnan().sum() != 0 or torch.isinf(h).sum(-1).sum().item() > 0,
     "beside a constant": lambda h: torch.isinf(h).any() | False,
 }
 
@@ -124,6 +125,8 @@ def _marked_by_hand(h: Tensor) -> Any:
         lambda h: not torch.isfinite(h).any(),  # true of finite numbers, but not only of them
         lambda h: (h.isinf() | (h > 3)).any(),
         lambda h: (h > 3).any(),
+        lambda h: h.isfinite().sum() == 0,  # how many there are is not known
+        lambda h: (h > 3).sum() == 0,
     ],
 )
 def test_other_questions_are_refused(asks: Callable[[Tensor], Any]) -> None:
@@ -161,8 +164,15 @@ def _categorical(h: Tensor) -> Tensor:
     return (chosen.log_prob(h.argmax(-1)) + chosen.entropy()).mean()
 
 
+def _of_probabilities(h: Tensor) -> Tensor:
+    """Their sums, which it divides by and which its check compares, are no counts of what is not
+    finite."""
+    chosen = distributions.Categorical(h.sigmoid())
+    return (chosen.log_prob(h.argmax(-1)) + chosen.probs.sum(-1)).mean()
+
+
 @pytest.mark.usefixtures("_checked")
-@pytest.mark.parametrize("loss", [_normal, _categorical])
+@pytest.mark.parametrize("loss", [_normal, _categorical, _of_probabilities])
 def test_distributions_are_given_valid_numbers(loss: Callable[[Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     model, x = Distributed(loss).double(), _x()

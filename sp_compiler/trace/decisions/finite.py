@@ -13,6 +13,7 @@ So are the questions of ``torch.distributions`` whether what it is given is vali
 from __future__ import annotations
 
 import math
+import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,8 @@ _EVERY: Mapping[object, bool] = {
     torch._is_all_true: True,
 }
 """Reductions, and the elements that all of an operand's must be for the result to be known."""
+_COUNTS = (torch.sum, Tensor.sum)
+"""Reductions whose result is known, and zero, if all elements of the operand are."""
 _COMBINED: Mapping[object, Callable[..., bool]] = {
     Tensor.__or__: lambda *known: any(known),
     torch.logical_or: lambda *known: any(known),
@@ -52,6 +55,16 @@ _COMBINED: Mapping[object, Callable[..., bool]] = {
     torch.logical_not: lambda known: not known,
     Tensor.logical_not: lambda known: not known,
 }
+_COMPARED: Mapping[object, Callable[..., bool]] = {
+    Tensor.__eq__: operator.eq,
+    torch.eq: operator.eq,
+    Tensor.eq: operator.eq,
+    torch.ne: operator.ne,
+    Tensor.ne: operator.ne,
+    torch.gt: operator.gt,
+    Tensor.gt: operator.gt,
+}
+"""Comparisons with a number: how many elements are not finite, and zero."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +74,12 @@ class _Answer:
     Attributes:
         tensor: whose elements they are; held, so that no other tensor gets its id.
         version: of the tensor: a write may have changed it.
-        value: of each of them.
+        value: of each of them; a bool, or a count.
     """
 
     tensor: Tensor
     version: int
-    value: bool
+    value: int
 
 
 @dataclass
@@ -81,6 +94,7 @@ class FiniteTests:
         to be called by the mode that has been given ``func``."""
         if not args or not isinstance(result, Tensor):
             return
+        value: int | None
         if func in _TESTS:
             value = _TESTS[func] if args[0].is_floating_point() else None
         elif func in _EVERY:
@@ -89,21 +103,27 @@ class FiniteTests:
             asks = sys._getframe(2).f_globals.get("__name__", "")
             is_check = asks.startswith("torch.distributions.")
             value = _EVERY[func] if known is _EVERY[func] or is_check else None
+        elif func in _COUNTS:
+            known = self._known(args[0])
+            value = None if known is None or known else 0
         elif func in _COMBINED:
             operands = [self._known(each) for each in args]
             value = None if None in operands else _COMBINED[func](*operands)
+        elif func in _COMPARED and isinstance(args[1], int):
+            known = self._known(args[0])
+            value = None if known is None else _COMPARED[func](known, args[1])
         else:
             return
         if value is not None:
             self._answers[id(result)] = _Answer(result, result._version, value)
 
-    def _known(self, operand: Any) -> bool | None:
+    def _known(self, operand: Any) -> int | None:
         if isinstance(operand, bool):
             return operand
         found = self._answers.get(id(operand))
         return None if found is None or found.version != found.tensor._version else found.value
 
-    def answer(self, tensor: Tensor) -> bool | None:
+    def answer(self, tensor: Tensor) -> int | None:
         """Return the number of ``tensor`` for finite numbers; ``None`` if it is no such test."""
         value = self._known(tensor)
         if value is not None:

@@ -175,13 +175,17 @@ class FullySharded:
             if converted:
                 group._init_mp_dtypes()
 
-    def shards(self) -> dict[int, nn.Parameter]:
+    def shards(self, *, search: bool = False) -> dict[int, nn.Parameter]:
         """Return the shards of parameters that are gathered now, in whole or in part, by ``id`` of
-        what is in the module instead."""
-        # Searched, as users may gather (``unshard``) before the first call, which knows the groups.
+        what is in the module instead.
+
+        Args:
+            search: walk through the tree: users may gather (``unshard``) before the first call,
+                which finds the groups.
+        """
         return {
             id(parameter): record.sharded_param
-            for group in param_groups(self._tree.values())
+            for group in (param_groups(self._tree.values()) if search else self._groups)
             if not group.is_sharded
             for record in group.fsdp_params
             for name in ("_unsharded_param", "_sharded_post_forward_param")

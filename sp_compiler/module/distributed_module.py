@@ -195,7 +195,7 @@ class DistributedModule(Inspection, Weights):
         optimizer of gathered ones, which are copies, would train nothing."""
         # Not there yet while the model's own __init__ runs, nor in a module that is being copied.
         state = vars(self).get("_sp_state")
-        shards = {} if state is None else state.fsdp.shards()
+        shards = {} if state is None else state.fsdp.shards(search=True)
         for name, parameter in super().named_parameters(*args, **kwargs):
             yield name, shards.get(id(parameter), parameter)
 

@@ -81,6 +81,7 @@ from sp_compiler.passes.memory_order import order_memory
 from sp_compiler.passes.normalize import normalize
 from sp_compiler.passes.outline import outline
 from sp_compiler.passes.overlap import overlap_collectives
+from sp_compiler.passes.scaled_products import scale_smaller
 from sp_compiler.passes.sharding.explain import explain
 from sp_compiler.passes.sharding.shard import Sharded, shard
 from sp_compiler.passes.simplify import simplify
@@ -169,8 +170,7 @@ def compile_captured(
     if options.recompute_rest is not None:
         of_rest = replace(options, recompute=options.recompute_rest, recompute_rest=None)
         rest = compilation.finish(of_rest)
-        # An operator that only the second program's check refused is replicated in both: stages
-        # send the same values whichever runs.
+        # Stages send the same values whichever runs: what one check refused both replicate.
         if rest.replicated != compiled.replicated:
             compiled = compilation.finish(options)
         planned_rest = PlannedProgram.of(rest, make_plan(concretized(rest), of_rest, name))
@@ -223,8 +223,7 @@ class Compilation:
         program: outlined; not modified.
         options: everything but ``recompute``, the limits of memory and ``split_backward`` is read.
         fixed: storage placements of parameters that an earlier compilation decided.
-        checked: whether to run the checks. Without them a wrong program is compiled too, so that
-            ``verify`` can compare its numbers.
+        checked: whether to run the checks; ``verify`` compares the numbers of a wrong program.
         run: the runner of the passes that made ``program``.
     """
 
@@ -278,19 +277,20 @@ class Compilation:
         program, concretizer = sharded.program, Concretizer(sharded.program.sizes)
         options, state_bytes = within_device(options, program, sharded.param_placements)
         self._check_sharded(sharded, concretizer)
-        joints: dict[str, JointGraph] = {}
         chunked: dict[str, list[JointGraph]] = {}
         for region in program.regions:
             name = region.name
-            # After sharding: the gradient of a collective is a collective too, which simplify and
-            # the recompute policies should see.
-            joints[name] = run.once(Pass.JOINT, trace_joint, self._fused(region), region=name)
-            run.once(Pass.SIMPLIFY, share_casts, joints[name], region=name)
-            run.once(Pass.SIMPLIFY, simplify, joints[name].graph, region=name)
-            run.once(Pass.SIMPLIFY, order_memory, joints[name], region=name)
+            # After sharding: the gradient of a collective is one too, which later passes see.
+            joint = run.once(Pass.JOINT, trace_joint, self._fused(region), region=name)
+            run.once(Pass.SIMPLIFY, share_casts, joint, region=name)
+            run.once(Pass.SIMPLIFY, simplify, joint.graph, region=name)
+            run.once(Pass.SIMPLIFY, order_memory, joint, region=name)
             # A graph per number of chunks; tag takes one, for policies decide what a chunk saves.
-            to_chunk = joints[name], tp, *options.chunk_counts
-            chunked[name] = run.once(Pass.CHUNK, chunk, *to_chunk, region=name)
+            ways = run.once(Pass.CHUNK, chunk, joint, tp, *options.chunk_counts, region=name)
+            chunked[name] = ways
+            # Kernels that are fused scale on the way, wherever a number stands.
+            for way in () if options.fuses else ways:
+                run.once(Pass.SIMPLIFY, scale_smaller, way.graph, region=name)
         # From here on per memory setting: a policy writes tags, the partitioner acts on them.
         wanted = partition_options(program, options)
         tagged = self._tag(program, chunked, wanted, options, state_bytes)

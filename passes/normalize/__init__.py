@@ -5,6 +5,7 @@ Afterwards these hold:
 - no aliases, copies or asserts; a cast is ``_to_copy(x, dtype=...)``;
 - every view is ``reshape`` with explicit sizes; splits are ``split_with_sizes``;
 - dims are negative, so that a token-wise operator stays valid when leading dims are flattened;
+- an activation function that a model spells out is one operator;
 - a bias is added by a separate ``add``, so that it can follow the reduction of a row-parallel
   product; products with a plain weight act on the last dim of unflattened values;
 - an operand (1, s, h) or (s, h) of a pointwise (b, s, h) result is expanded to (b, s, h), one of
@@ -36,6 +37,7 @@ from sp_compiler.ir.rewriting import (
     replace_with,
 )
 from sp_compiler.ir.symbolic import same_shape
+from sp_compiler.passes.normalize.activations import name_activations
 from sp_compiler.passes.normalize.attention import explicit_attention, fold_attention_masks
 from sp_compiler.passes.normalize.checked_ids import check_ids
 from sp_compiler.passes.normalize.composites import split_composites
@@ -99,6 +101,7 @@ def normalize(captured: Captured, dropout: Literal["regenerate", "stored"] = "re
     _canonical_views(graph)
     _splits_with_sizes(graph)
     make_dims_negative(graph)
+    name_activations(graph)
     # Before rules see them, or a fused projection would be sharded across q, k and v.
     split_packed(graph)
     split_slices(graph)

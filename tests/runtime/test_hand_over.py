@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import sp_compiler
@@ -54,6 +54,12 @@ def handing(clock: Any) -> Any:
     return compiled()
 
 
+def _without_dropout(model: PlainGPT) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+
+
 def _late_and_early(module: Any) -> tuple[str, str]:
     """Names of two weights of a layer; the gradient of the first is left to the layer before."""
     region = module._sp_state.latest.regions["Block"]
@@ -65,17 +71,24 @@ def _late_and_early(module: Any) -> tuple[str, str]:
     return f"blocks.2.{late[0]}", f"blocks.2.{early}"
 
 
-def test_a_step_takes_its_planned_time(clock: Any, alone: Any, handing: Any) -> None:
-    exposed_us, planned_us, grads = [], [], []
+def test_a_step_takes_its_planned_time(clock: Any) -> None:
+    """Without dropout, whose many small operators the clock sees, and a plan as one."""
+    module = compiled(_without_dropout)
+    loss = loss_of(module)
+    clock.reset()
+    loss.backward()
+    planned_us = module.plan.schedule.exposed_us["backward"]
+    assert clock.exposed_us["backward"] == pytest.approx(planned_us, rel=1e-6)
+
+
+def test_next_to_nothing_is_exposed(clock: Any, alone: Any, handing: Any) -> None:
+    exposed_us, grads = [], []
     for module in (alone, handing):
         loss = loss_of(module)
         clock.reset()
         loss.backward()
         exposed_us.append(clock.exposed_us["backward"])
-        planned_us.append(module.plan.schedule.exposed_us["backward"])
         grads.append(take_gradients(module))
-    # Of what there is to hide: next to nothing is left of it, where a share of that says little.
-    assert exposed_us == pytest.approx(planned_us, rel=0, abs=0.01 * exposed_us[0])
     assert exposed_us[1] < 0.1 * exposed_us[0]
     assert same(*grads)
 

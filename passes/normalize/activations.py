@@ -1,0 +1,138 @@
+"""Activation functions that a model spells out, as the operator that computes them in one pass.
+
+::
+
+    0.5 * x * (1 + tanh(0.797... * (x + 0.0447... * x**3)))  -->  gelu(x, approximate="tanh")
+    x * 0.5 * (1 + erf(x / 1.414...))                        -->  gelu(x)
+    x * sigmoid(x)                                           -->  silu(x)
+
+GPT-2's takes eight passes over memory forward and more backward, which reads five tensors of it;
+the operator takes one each, and backward reads ``x``.
+
+There are many spellings, so chains of elementwise operators of one tensor are compared by what they
+compute, in float64, at points of all magnitudes. The functions are smooth, and so are their
+derivatives: what agrees there is the same function, for the dtype of the tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from sp_compiler.base.pass_report import Pass
+from sp_compiler.ir.op_traits import draws, is_tagged_pointwise
+from sp_compiler.ir.rewriting import insert_call, replace_with
+from sp_compiler.ir.symbolic import same_shape
+
+_ORIGIN = Pass.NORMALIZE
+_aten = torch.ops.aten
+# Operators with a kernel for each direction, and their keyword arguments.
+_ACTIVATIONS: tuple[tuple[Any, Mapping[str, Any]], ...] = (
+    (_aten.gelu.default, {"approximate": "tanh"}),
+    (_aten.gelu.default, {}),
+    (_aten.silu.default, {}),
+    (_aten.mish.default, {}),
+)
+_MOST_OPERATORS = 12  # in a chain; the longest spelling that is known has eight
+
+
+def name_activations(graph: Graph) -> None:
+    """Replace every such chain that nothing reads but its end."""
+    positions = {node: position for position, node in enumerate(graph.nodes)}
+    known: dict[str, int | None] = {}
+    # From the end, so that a chain is met whole, before its parts, which are gone afterwards.
+    for node in reversed(list(graph.nodes)):
+        if not node.users or not _is_elementwise(node) or not _is_floating(node):
+            continue
+        for source, chain in _chains(node, positions):
+            key = _text(source, chain)
+            # Every layer spells it the same way.
+            if key not in known:
+                known[key] = _activation(source, chain)
+            if (number := known[key]) is not None:
+                operator, options = _ACTIVATIONS[number]
+                call = insert_call(node, operator, (source,), options, origin=_ORIGIN)
+                replace_with(node, call)
+                for part in chain[1:]:
+                    graph.erase_node(part)
+                break
+
+
+def _chains(end: Node, positions: Mapping[Node, int]) -> Iterator[tuple[Node, list[Node]]]:
+    """Yield every node that ``end`` is a function of alone, with the operators between, latest
+    first, of which no other node reads any but ``end``."""
+    chain = [end]
+    while len(chain) <= _MOST_OPERATORS:
+        operands = {operand for node in chain for operand in node.all_input_nodes}
+        sources = operands.difference(chain)
+        # The last of them: all that reads it within the chain is part of it by now.
+        latest = max(sources, key=positions.__getitem__, default=None)
+        if latest is None or not _is_like(latest, end):
+            return
+        if len(sources) == 1 and len(chain) > 1:
+            yield latest, chain
+        if not _is_elementwise(latest):
+            return
+        if not latest.users.keys() <= set(chain):
+            return
+        chain.append(latest)
+
+
+def _is_elementwise(node: Node) -> bool:
+    return node.op == "call_function" and is_tagged_pointwise(node) and not draws(node)
+
+
+def _is_floating(node: Node) -> bool:
+    value = node.meta["val"]
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _is_like(node: Node, other: Node) -> bool:
+    value, example = node.meta["val"], other.meta["val"]
+    return (
+        isinstance(value, Tensor)
+        and value.dtype is example.dtype
+        and same_shape(value.shape, example.shape)
+    )
+
+
+def _text(source: Node, chain: Sequence[Node]) -> str:
+    """The calls of a chain, in which other nodes have the same names in every layer."""
+    names = {node: f"%{number}" for number, node in enumerate((*chain, source))}
+    calls = (map_arg((x.args, x.kwargs), names.__getitem__) for x in chain)
+    targets = (str(node.target) for node in chain)
+    return f"{source.meta['val'].dtype} {[*zip(targets, calls, strict=True)]}"
+
+
+def _activation(source: Node, chain: Sequence[Node]) -> int | None:
+    """Return which of :data:`_ACTIVATIONS` the last operator of a chain computes of ``source``."""
+    dtype = source.meta["val"].dtype
+    points, activations = _known_values()
+    values = {source: points}
+    for node in reversed(chain):
+        args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+        values[node] = node.target(*args, **kwargs)
+    # Below what rounding changes. Formulas of 16 bits are meant as those of 32, of which some
+    # differ by less than 16 bits show.
+    precision = max(min(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps) / 8, 2e-15)
+    for number, expected in enumerate(activations):
+        if bool(((values[chain[0]] - expected).abs() <= precision * points.abs()).all()):
+            return number
+    return None
+
+
+@functools.cache
+def _known_values() -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Points, and the values of each activation function there."""
+    options: Any = {"dtype": torch.float64, "device": "cpu"}
+    near = torch.linspace(-12, 12, 1001, **options)  # where they curve
+    tiny_to_large = torch.logspace(-8, 4, 121, **options)
+    points = torch.cat([near, tiny_to_large, -tiny_to_large])
+    with torch.no_grad():
+        return points, tuple(call(points, **options) for call, options in _ACTIVATIONS)

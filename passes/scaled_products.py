@@ -1,0 +1,140 @@
+"""Numbers that scale the result of a product scale a smaller tensor in its place.
+
+::
+
+    scores = bmm(q, k) * 0.125              -->  scores = bmm(q * 0.125, k)
+
+    grad_scores = grad * 0.125                   grad_q = bmm(grad, k^T) * 0.125
+    grad_q = bmm(grad_scores, k^T)          -->  grad_k = bmm(q^T, grad) * 0.125
+    grad_k = bmm(q^T, grad_scores)
+
+Scores of attention are larger than queries and keys where there are more keys than a head has
+features, and logits larger than hidden states: the multiplication reads and writes less, and there
+is no second tensor of their size beside them. Views may stand between. For a power of two the
+numbers are the same to the bit; for others they differ as products summed in another order do.
+
+After differentiation, so that backward reads what it would have read: a scaled query would be kept
+beside the projection whose part the query is. And behind chunks, each of which scales its rows.
+
+Mutates the graph. Reads ``meta["val"]``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import torch
+from torch.fx import Graph, Node
+
+from sp_compiler.base.pass_report import Pass, report_of
+from sp_compiler.ir.fx import reach, tensor_operands
+from sp_compiler.ir.op_traits import is_pure_view
+from sp_compiler.ir.rewriting import make_call
+from sp_compiler.ir.symbolic import example_number, same_shape
+
+_aten = torch.ops.aten
+_TIMES = (_aten.mul.Tensor, _aten.mul.Scalar)
+_OVER = (_aten.div.Tensor, _aten.div.Scalar)
+# Both factors are tensors, and nothing is added to the product.
+_PRODUCTS = (_aten.mm.default, _aten.bmm.default, _aten.linear.default)
+
+
+def scale_smaller(graph: Graph) -> None:
+    """Move such numbers to the first factor of a product or to its results, if those are smaller.
+
+    Only numbers that shrink: in 16 bits, what is larger could leave the range.
+    """
+    for node in list(graph.nodes):
+        if _shrinks(node) and not _scale_factor(node):
+            _scale_results(node)
+
+
+def _shrinks(node: Node) -> bool:
+    """Return whether ``node`` multiplies a tensor by a number of at most 1, or divides it by one of
+    at least 1."""
+    if node.op != "call_function" or node.target not in (*_TIMES, *_OVER) or node.kwargs:
+        return False
+    source, number = node.args
+    if not isinstance(source, Node) or not isinstance(number, (int, float)):
+        return False
+    # Not 0, which makes NaN of infinity: behind a product it would find others.
+    size = abs(number)
+    is_small = 0 < size <= 1 if node.target in _TIMES else 1 <= size < math.inf
+    value, given = node.meta["val"], source.meta["val"]
+    return is_small and value.is_floating_point() and value.dtype == given.dtype
+
+
+def _scale_factor(node: Node) -> bool:
+    """``view(product(a, b)) * number`` -> ``view(product(a * number, b))``; return whether."""
+    source = product = node.args[0]
+    while is_pure_view(product) and len(product.users) == 1:
+        product = product.args[0]
+    if not _is_product(product) or len(product.users) > 1:
+        return False
+    factor = product.args[0]
+    if _size(factor) >= _size(product):
+        return False
+    with node.graph.inserting_before(product):
+        scaled = _scaled(node, factor, name="scaled")
+    # By position: the other factor may be the same tensor.
+    product.update_arg(0, scaled)
+    node.replace_all_uses_with(source)
+    node.graph.erase_node(node)
+    report_of(Pass.SIMPLIFY).rewrote(kind="scale_factor")
+    return True
+
+
+def _scale_results(node: Node) -> None:
+    """``product(view(x * number), b)`` -> ``product(view(x), b) * number``, if there are no others
+    than such products."""
+    source, value = node.args[0], node.meta["val"]
+    # Gradients of 16 bits are scaled up to just below the largest number of float16.
+    if value.dtype == torch.float16 or source.op == "placeholder" or is_pure_view(source):
+        return
+    if not same_shape(source.meta["val"].stride(), value.stride()):
+        return  # a view that lies between may need those of the copy
+    reached = list(reach([node], lambda each: each.users if _carries(each, node) else ()))
+    products = [each for each in reached if not _carries(each, node)]
+    # A product of the tensor with itself would be scaled twice.
+    uses = Counter(x for each in products for x in tensor_operands(each) if x in reached)
+    if not products or not all(map(_is_product, products)) or len(products) != uses.total():
+        return
+    if sum(map(_size, products)) >= _size(node):
+        return
+    for product in products:
+        with node.graph.inserting_after(product):
+            scaled = _scaled(node, product, name=product.name)
+        product.replace_all_uses_with(
+            scaled, delete_user_cb=lambda user, new=scaled: user is not new
+        )
+    node.replace_all_uses_with(source)
+    node.graph.erase_node(node)
+    report_of(Pass.SIMPLIFY).rewrote(kind="scale_results")
+
+
+def _carries(each: Node, node: Node) -> bool:
+    """Return whether ``each`` is what is scaled, or a view of it."""
+    return each is node or is_pure_view(each)
+
+
+def _is_product(node: Node) -> bool:
+    return node.target in _PRODUCTS and len(node.args) == 2  # no bias, which would be scaled too
+
+
+def _scaled(node: Node, x: Node, name: str) -> Node:
+    """Add a call that scales ``x`` as ``node`` does its operand."""
+    about = {"val": x.meta["val"]}
+    if "placement" in x.meta:
+        about["placement"] = x.meta["placement"]
+    if "chunk" in node.meta:  # computed again in backward, as all of its chunk
+        about["chunk"] = node.meta["chunk"]
+    return make_call(
+        node.graph, node.target, (x, node.args[1]), like=node, origin=Pass.SIMPLIFY, name=name,
+        meta=about,
+    )  # fmt: skip
+
+
+def _size(node: Node) -> int:
+    """Number of elements in the example."""
+    return math.prod(map(example_number, node.meta["val"].shape))

@@ -1,0 +1,137 @@
+"""Numbers that scale products: where they are moved to, near-misses, and what a model gains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from sp_compiler.base.pass_report import Pass, PassReport, reporting
+from sp_compiler.passes.scaled_products import scale_smaller
+
+# Queries, keys and a gradient of the scores: of two heads 3 wide, and of 16 tokens.
+_generator = torch.Generator().manual_seed(0)
+Q, K, G = (
+    torch.randn(shape, generator=_generator, dtype=torch.float64)
+    for shape in ((2, 16, 3), (2, 3, 16), (2, 16, 16))
+)
+
+
+def _scored(q: Tensor, k: Tensor, number: float = 0.3) -> Tensor:
+    return torch.bmm(q, k) * number
+
+
+def _differentiated(grad: Tensor, q: Tensor, k: Tensor, number: float = 0.3) -> Tensor:
+    scaled = grad.exp() * number
+    grad_q, grad_k = torch.bmm(scaled, k.mT), torch.bmm(q.mT, scaled)
+    return grad_q - grad_k.mT
+
+
+def _read_twice(x: Tensor) -> Tensor:
+    return x * 0.3 + x
+
+
+# name: function of (Q, K, G), operators that are left in order, where the number is moved to.
+REWRITES: dict[str, tuple[Callable[..., Tensor], list[str], str]] = {
+    "scores": (lambda q, k, g: _scored(q, k).exp(), ["mul", "bmm", "exp"], "scale_factor"),
+    "scores that are returned": (lambda q, k, g: _scored(q, k), ["mul", "bmm"], "scale_factor"),
+    "quotient": (lambda q, k, g: torch.bmm(q, k) / 3, ["div", "bmm"], "scale_factor"),
+    "negative number": (lambda q, k, g: _scored(q, k, -0.5), ["mul", "bmm"], "scale_factor"),
+    "views between": (
+        lambda q, k, g: torch.bmm(q, k).view(1, 2, 16, 16).mT * 0.3,
+        ["mul", "bmm", "view", "transpose"],
+        "scale_factor",
+    ),
+    "product of two dims": (
+        lambda q, k, g: torch.mm(q[0], k[0]) * 0.3,
+        ["select", "select", "mul", "mm"],
+        "scale_factor",
+    ),
+    "product with itself": (
+        lambda q, k, g: torch.mm(k[0].t().clone()[:3, :1], k[0, :1, :3]) * 0.3,
+        ["select", "t", "clone", "slice", "slice", "select", "slice", "slice", "mul", "mm"],
+        "scale_factor",
+    ),
+    "gradient of scores": (
+        lambda q, k, g: _differentiated(g, q, k),
+        ["exp", "transpose", "bmm", "mul", "transpose", "bmm", "mul", "transpose", "sub"],
+        "scale_results",
+    ),
+    "gradient through views": (
+        lambda q, k, g: torch.bmm((g.exp() / 3).view(2, 16, 16).mT, q).exp(),
+        ["exp", "view", "transpose", "bmm", "div", "exp"],
+        "scale_results",
+    ),
+}
+NEAR_MISSES: dict[str, Callable[..., Tensor]] = {
+    "number above one": lambda q, k, g: _scored(q, k, 1.5),
+    "quotient above the dividend": lambda q, k, g: torch.bmm(q, k) / 0.5,
+    "zero": lambda q, k, g: _scored(q, k, 0.0),
+    "quotient by infinity": lambda q, k, g: torch.bmm(q, k) / float("inf"),
+    "learned number": lambda q, k, g: torch.bmm(q, k) * g[0, 0, 0],
+    "biased product": lambda q, k, g: torch.addmm(g[0], q[0], k[0]) * 0.3,
+    "factor as large as the product": lambda q, k, g: torch.bmm(g, g) * 0.3,
+    "factor larger than the product": lambda q, k, g: torch.bmm(k, q) * 0.3,
+    "product that is read twice": lambda q, k, g: _read_twice(torch.bmm(q, k)),
+    "view that is read twice": lambda q, k, g: _read_twice(torch.bmm(q, k).view(-1)),
+    "quotient rounded down": lambda q, k, g: torch.div(torch.bmm(q, k), 3, rounding_mode="floor"),
+    "gradient of 16 bits": lambda q, k, g: _differentiated(g.half(), q.half(), k.half()),
+    "gradient that is given": lambda q, k, g: torch.bmm(g * 0.3, q),
+    "gradient in another order": lambda q, k, g: torch.bmm(g.mT * 0.3, q),
+    "gradient above one": lambda q, k, g: _differentiated(g, q, k, 1.5),
+    "gradient smaller than the result": lambda q, k, g: torch.bmm(q.exp() * 0.3, k),
+    "gradient that others read": lambda q, k, g: _read_by_others(g.exp() * 0.3, q),
+    "product of the gradient with itself": lambda q, k, g: _squared(k.exp() * 0.3),
+    "gradient that nothing reads": lambda q, k, g: g.exp() * 0.3,
+}
+
+
+def _read_by_others(x: Tensor, q: Tensor) -> Tensor:
+    return torch.bmm(x, q) + x.sum()
+
+
+def _squared(x: Tensor) -> Tensor:
+    return torch.bmm(x, x.mT)
+
+
+def _moved(graph: fx.Graph) -> PassReport:
+    with reporting(PassReport(Pass.SIMPLIFY)) as report:
+        scale_smaller(graph)
+    return report
+
+
+@pytest.mark.parametrize("case", REWRITES)
+def test_rewrites(case: str) -> None:
+    function, expected, kind = REWRITES[case]
+    traced = make_fx(function, tracing_mode="fake")(Q, K, G)
+    assert _moved(traced.graph).kinds == {kind: 1}
+    traced.recompile()
+    called = [node for node in traced.graph.nodes if node.op == "call_function"]
+    assert [node.target.__name__.split(".")[0] for node in called] == expected
+    torch.testing.assert_close(traced(Q, K, G), function(Q, K, G), rtol=1e-13, atol=1e-13)
+    for node in called:
+        value = node.target(*fx.node.map_arg(node.args, lambda x: x.meta["val"]), **node.kwargs)
+        assert value.shape == node.meta["val"].shape
+    assert _moved(traced.graph).rewrites == 0
+
+
+@pytest.mark.parametrize("case", NEAR_MISSES)
+def test_near_misses_stay_as_they_are(case: str) -> None:
+    traced = make_fx(NEAR_MISSES[case], tracing_mode="fake")(Q, K, G)
+    before = str(traced.graph)
+    assert _moved(traced.graph).rewrites == 0
+    assert str(traced.graph) == before
+
+
+def test_powers_of_two_leave_every_bit() -> None:
+    def function(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        return _scored(q, k, 0.125), _differentiated(g, q, k, 0.125)
+
+    traced = make_fx(function, tracing_mode="fake")(Q, K, G)
+    assert _moved(traced.graph).kinds == {"scale_factor": 1, "scale_results": 1}
+    traced.recompile()
+    for actual, expected in zip(traced(Q, K, G), function(Q, K, G), strict=True):
+        assert torch.equal(actual, expected)

@@ -23,15 +23,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Container
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from sp_compiler.base.pass_report import Pass, report_of
 from sp_compiler.ir.fx import reach, tensor_operands
-from sp_compiler.ir.op_traits import is_pure_view
+from sp_compiler.ir.op_traits import base, is_pure_view
 from sp_compiler.ir.rewriting import make_call
 from sp_compiler.ir.symbolic import example_number, same_shape
+from sp_compiler.trace.joint import JointGraph
 
 _aten = torch.ops.aten
 _TIMES = (_aten.mul.Tensor, _aten.mul.Scalar)
@@ -40,14 +42,18 @@ _OVER = (_aten.div.Tensor, _aten.div.Scalar)
 _PRODUCTS = (_aten.mm.default, _aten.bmm.default, _aten.linear.default)
 
 
-def scale_smaller(graph: Graph) -> None:
+def scale_smaller(joint: JointGraph) -> None:
     """Move such numbers to the first factor of a product or to its results, if those are smaller.
 
-    Only numbers that shrink: in 16 bits, what is larger could leave the range.
+    Only numbers that shrink: in 16 bits, what is larger could leave the range. And not to a weight,
+    by which policies know a linear.
     """
-    for node in list(graph.nodes):
-        if _shrinks(node) and not _scale_factor(node):
+    kinds = zip(joint.inputs, joint.input_kinds, strict=True)
+    weights = {node for node, kind in kinds if kind != "call"}
+    for node in list(joint.graph.nodes):
+        if _shrinks(node) and not _scale_factor(node, weights):
             _scale_results(node)
+    joint.graph.lint()
 
 
 def _shrinks(node: Node) -> bool:
@@ -65,15 +71,15 @@ def _shrinks(node: Node) -> bool:
     return is_small and value.is_floating_point() and value.dtype == given.dtype
 
 
-def _scale_factor(node: Node) -> bool:
+def _scale_factor(node: Node, weights: Container[Node]) -> bool:
     """``view(product(a, b)) * number`` -> ``view(product(a * number, b))``; return whether."""
     source = product = node.args[0]
     while is_pure_view(product) and len(product.users) == 1:
         product = product.args[0]
-    if not _is_product(product) or len(product.users) > 1:
+    if not _is_product(product) or len(product.users) > 1 or not _lie_alike(source, node):
         return False
     factor = product.args[0]
-    if _size(factor) >= _size(product):
+    if _size(factor) >= _size(product) or base(factor) in weights:
         return False
     with node.graph.inserting_before(product):
         scaled = _scaled(node, factor, name="scaled")
@@ -88,12 +94,13 @@ def _scale_factor(node: Node) -> bool:
 def _scale_results(node: Node) -> None:
     """``product(view(x * number), b)`` -> ``product(view(x), b) * number``, if there are no others
     than such products."""
-    source, value = node.args[0], node.meta["val"]
+    source = node.args[0]
     # Gradients of 16 bits are scaled up to just below the largest number of float16.
-    if value.dtype == torch.float16 or source.op == "placeholder" or is_pure_view(source):
+    if node.meta["val"].dtype == torch.float16:
         return
-    if not same_shape(source.meta["val"].stride(), value.stride()):
-        return  # a view that lies between may need those of the copy
+    # What a region is given may have other strides than in the trace.
+    if source.op == "placeholder" or is_pure_view(source) or not _lie_alike(source, node):
+        return
     reached = list(reach([node], lambda each: each.users if _carries(each, node) else ()))
     products = [each for each in reached if not _carries(each, node)]
     # A product of the tensor with itself would be scaled twice.
@@ -113,6 +120,11 @@ def _scale_results(node: Node) -> None:
     report_of(Pass.SIMPLIFY).rewrote(kind="scale_results")
 
 
+def _lie_alike(source: Node, node: Node) -> bool:
+    """Return whether both have the same strides: a view of ``node`` may need them."""
+    return same_shape(source.meta["val"].stride(), node.meta["val"].stride())
+
+
 def _carries(each: Node, node: Node) -> bool:
     """Return whether ``each`` is what is scaled, or a view of it."""
     return each is node or is_pure_view(each)
@@ -124,11 +136,10 @@ def _is_product(node: Node) -> bool:
 
 def _scaled(node: Node, x: Node, name: str) -> Node:
     """Add a call that scales ``x`` as ``node`` does its operand."""
-    about = {"val": x.meta["val"]}
+    # In a chunk it is computed again in backward, as all of the chunk.
+    about = {"chunk": node.meta["chunk"]} if "chunk" in node.meta else {}
     if "placement" in x.meta:
         about["placement"] = x.meta["placement"]
-    if "chunk" in node.meta:  # computed again in backward, as all of its chunk
-        about["chunk"] = node.meta["chunk"]
     return make_call(
         node.graph, node.target, (x, node.args[1]), like=node, origin=Pass.SIMPLIFY, name=name,
         meta=about,

@@ -288,9 +288,8 @@ class Compilation:
             # A graph per number of chunks; tag takes one, for policies decide what a chunk saves.
             ways = run.once(Pass.CHUNK, chunk, joint, tp, *options.chunk_counts, region=name)
             chunked[name] = ways
-            # Kernels that are fused scale on the way, wherever a number stands.
-            for way in () if options.fuses else ways:
-                run.once(Pass.SIMPLIFY, scale_smaller, way.graph, region=name)
+            for way in () if options.fuses else ways:  # kernels that are fused scale on the way
+                run.once(Pass.SIMPLIFY, scale_smaller, way, region=name)
         # From here on per memory setting: a policy writes tags, the partitioner acts on them.
         wanted = partition_options(program, options)
         tagged = self._tag(program, chunked, wanted, options, state_bytes)

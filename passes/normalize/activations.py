@@ -24,11 +24,12 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
 
 from sp_compiler.base.pass_report import Pass
 from sp_compiler.ir.op_traits import draws, is_tagged_pointwise
 from sp_compiler.ir.rewriting import insert_call, replace_with
-from sp_compiler.ir.symbolic import same_shape
+from sp_compiler.ir.symbolic import is_open, same_shape
 
 _ORIGIN = Pass.NORMALIZE
 _aten = torch.ops.aten
@@ -85,7 +86,10 @@ def _chains(end: Node, positions: Mapping[Node, int]) -> Iterator[tuple[Node, li
 
 
 def _is_elementwise(node: Node) -> bool:
-    return node.op == "call_function" and is_tagged_pointwise(node) and not draws(node)
+    if node.op != "call_function" or not is_tagged_pointwise(node) or draws(node):
+        return False
+    # Computing with an open size would record that it is the example's.
+    return not any(map(is_open, tree_leaves((node.args, node.kwargs))))
 
 
 def _is_floating(node: Node) -> bool:

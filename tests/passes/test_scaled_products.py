@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from sp_compiler.base.pass_report import Pass, PassReport, reporting
 from sp_compiler.passes.scaled_products import scale_smaller
+from sp_compiler.trace.joint import JointGraph
 
 # Queries, keys and a gradient of the scores: of two heads 3 wide, and of 16 tokens.
 _generator = torch.Generator().manual_seed(0)
@@ -78,6 +79,9 @@ NEAR_MISSES: dict[str, Callable[..., Tensor]] = {
     "product that is read twice": lambda q, k, g: _read_twice(torch.bmm(q, k)),
     "view that is read twice": lambda q, k, g: _read_twice(torch.bmm(q, k).view(-1)),
     "quotient rounded down": lambda q, k, g: torch.div(torch.bmm(q, k), 3, rounding_mode="floor"),
+    "part of the product, which a view could not read": lambda q, k, g: (
+        torch.bmm(q, k)[:, :, :9] * 0.3
+    ),
     "gradient of 16 bits": lambda q, k, g: _differentiated(g.half(), q.half(), k.half()),
     "gradient that is given": lambda q, k, g: torch.bmm(g * 0.3, q),
     "gradient in another order": lambda q, k, g: torch.bmm(g.mT * 0.3, q),
@@ -97,9 +101,11 @@ def _squared(x: Tensor) -> Tensor:
     return torch.bmm(x, x.mT)
 
 
-def _moved(graph: fx.Graph) -> PassReport:
+def _moved(graph: fx.Graph, first: str = "call") -> PassReport:
+    """Run the pass on a region whose first input is of this kind."""
+    joint = JointGraph(graph, 3, 1, (), (first, "call", "call"), "Region")
     with reporting(PassReport(Pass.SIMPLIFY)) as report:
-        scale_smaller(graph)
+        scale_smaller(joint)
     return report
 
 
@@ -115,6 +121,7 @@ def test_rewrites(case: str) -> None:
     for node in called:
         value = node.target(*fx.node.map_arg(node.args, lambda x: x.meta["val"]), **node.kwargs)
         assert value.shape == node.meta["val"].shape
+        assert value.stride() == node.meta["val"].stride()
     assert _moved(traced.graph).rewrites == 0
 
 
@@ -135,3 +142,11 @@ def test_powers_of_two_leave_every_bit() -> None:
     traced.recompile()
     for actual, expected in zip(traced(Q, K, G), function(Q, K, G), strict=True):
         assert torch.equal(actual, expected)
+
+
+def test_weights_are_not_scaled() -> None:
+    traced = make_fx(lambda q, k, g: torch.mm(q[0], k[0]) * 0.3, tracing_mode="fake")(Q, K, G)
+    before = str(traced.graph)
+    assert _moved(traced.graph, "param").rewrites == 0
+    assert str(traced.graph) == before
+    assert _moved(traced.graph).rewrites == 1

@@ -42,11 +42,14 @@ _OVER = (_aten.div.Tensor, _aten.div.Scalar)
 _PRODUCTS = (_aten.mm.default, _aten.bmm.default, _aten.linear.default)
 
 
-def scale_smaller(joint: JointGraph) -> None:
+def scale_smaller(joint: JointGraph) -> JointGraph | tuple[()]:
     """Move such numbers to the first factor of a product or to its results, if those are smaller.
 
     Only numbers that shrink: in 16 bits, what is larger could leave the range. And not to a weight,
     by which policies know a linear.
+
+    Returns:
+        ``joint``, or where there is no such number nothing, which makes no stage.
     """
     kinds = zip(joint.inputs, joint.input_kinds, strict=True)
     weights = {node for node, kind in kinds if kind != "call"}
@@ -54,6 +57,7 @@ def scale_smaller(joint: JointGraph) -> None:
         if _shrinks(node) and not _scale_factor(node, weights):
             _scale_results(node)
     joint.graph.lint()
+    return joint if report_of(Pass.SCALE).rewrites else ()
 
 
 def _shrinks(node: Node) -> bool:
@@ -87,7 +91,7 @@ def _scale_factor(node: Node, weights: Container[Node]) -> bool:
     product.update_arg(0, scaled)
     node.replace_all_uses_with(source)
     node.graph.erase_node(node)
-    report_of(Pass.SIMPLIFY).rewrote(kind="scale_factor")
+    report_of(Pass.SCALE).rewrote(kind="scale_factor")
     return True
 
 
@@ -117,7 +121,7 @@ def _scale_results(node: Node) -> None:
         )
     node.replace_all_uses_with(source)
     node.graph.erase_node(node)
-    report_of(Pass.SIMPLIFY).rewrote(kind="scale_results")
+    report_of(Pass.SCALE).rewrote(kind="scale_results")
 
 
 def _lie_alike(source: Node, node: Node) -> bool:
@@ -141,7 +145,7 @@ def _scaled(node: Node, x: Node, name: str) -> Node:
     if "placement" in x.meta:
         about["placement"] = x.meta["placement"]
     return make_call(
-        node.graph, node.target, (x, node.args[1]), like=node, origin=Pass.SIMPLIFY, name=name,
+        node.graph, node.target, (x, node.args[1]), like=node, origin=Pass.SCALE, name=name,
         meta=about,
     )  # fmt: skip
 

@@ -44,6 +44,7 @@ class Pass(StrEnum):
     JOINT = "joint"
     SIMPLIFY = "simplify"
     CHUNK = "chunk"
+    SCALE = "scale"
     TAG = "tag"
     PARTITION = "partition"
     SPLIT_BACKWARD = "split_backward"

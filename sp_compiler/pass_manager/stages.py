@@ -10,7 +10,7 @@ from torch.fx import Graph
 from sp_compiler.ir.captured import Captured
 from sp_compiler.ir.forward_backward import Partitioned
 from sp_compiler.ir.program import Program, Region
-from sp_compiler.ir.snapshot import IN_CHUNKS, Snapshot, copy_graph
+from sp_compiler.ir.snapshot import Snapshot, copy_graph
 from sp_compiler.passes.memory.tag_program import TaggedProgram
 from sp_compiler.passes.sharding.shard import Sharded
 from sp_compiler.trace.joint import JointGraph
@@ -61,7 +61,7 @@ def _(subject: list[Any], region: str = "") -> dict[str, Graph]:
     ways = [way for way in subject if isinstance(way, JointGraph)]
     if len(ways) == 1:
         return {region: ways[0].graph} if ways[0].chunks else {}
-    return {IN_CHUNKS.join(filter(None, (region, way.chunks))): way.graph for way in ways}
+    return {way.name: way.graph for way in ways}
 
 
 @graphs_of.register

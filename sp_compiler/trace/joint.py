@@ -32,6 +32,7 @@ from sp_compiler.ir.fx import ancestors, carries_gradient
 from sp_compiler.ir.op_traits import RESULT_NAMES
 from sp_compiler.ir.program import Region
 from sp_compiler.ir.rewriting import copy_graph, erase_dead
+from sp_compiler.ir.snapshot import IN_CHUNKS
 from sp_compiler.ir.symbolic import inline_sizes, same_shape
 from sp_compiler.trace import effects
 from sp_compiler.trace.tracer_patches import (
@@ -76,6 +77,11 @@ class JointGraph:
     chunks: str = ""
 
     @property
+    def name(self) -> str:
+        """Name of this graph among those of all regions: with its chunks, if there are any."""
+        return IN_CHUNKS.join(filter(None, (self.region, self.chunks)))
+
+    @property
     def placeholders(self) -> list[fx.Node]:
         return self.graph.find_nodes(op="placeholder")
 
@@ -114,16 +120,10 @@ class JointGraph:
             if node.op == "call_function":
                 operands = (outputs.get(each, frozenset()) for each in node.all_input_nodes)
                 outputs[node] = frozenset().union(*operands)
-        reached = {
-            index: outputs.get(grad, frozenset())
-            for index, grad in enumerate(self.grads)
-            if grad is not None
-        }
-        return {
-            index: of_outputs
-            for index, of_outputs in reached.items()
-            if len(of_outputs) < len(self.tangent_outputs)
-        }
+        grads = ((index, grad) for index, grad in enumerate(self.grads) if grad is not None)
+        reached = {index: outputs.get(grad, frozenset()) for index, grad in grads}
+        num_all = len(self.tangent_outputs)
+        return {index: found for index, found in reached.items() if len(found) < num_all}
 
     def copy(self) -> JointGraph:
         """Return a joint graph with nodes of its own, whose ``meta`` can be changed."""

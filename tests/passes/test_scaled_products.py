@@ -104,7 +104,7 @@ def _squared(x: Tensor) -> Tensor:
 def _moved(graph: fx.Graph, first: str = "call") -> PassReport:
     """Run the pass on a region whose first input is of this kind."""
     joint = JointGraph(graph, 3, 1, (), (first, "call", "call"), "Region")
-    with reporting(PassReport(Pass.SIMPLIFY)) as report:
+    with reporting(PassReport(Pass.SCALE)) as report:
         scale_smaller(joint)
     return report
 

@@ -2,7 +2,8 @@
 
 Nodes outside layers (:mod:`sp_compiler.base.provenance`) are glue. Layers whose graphs are equal,
 including shapes, dtypes and which values require a gradient, share one region; so do layers that
-compute the same in another order, such as keys before queries in every other layer.
+compute the same in another order, such as keys before queries in every other layer. A layer whose
+results are all detached later (a teacher's, under ``no_grad``) requires none, and saves nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch.fx import Node
 from sp_compiler.base.pass_report import Pass, report_of
 from sp_compiler.base.placement import Placement
 from sp_compiler.ir.captured import Captured
+from sp_compiler.ir.fx import reach
 from sp_compiler.ir.hints import Wish
 from sp_compiler.ir.program import Call, Program, Ref, Region
 from sp_compiler.passes.outline.distinct import (
@@ -53,11 +55,13 @@ def outline(
     # Tables draw nothing: with and without a call for them, random numbers are the same.
     num_tables = sum(piece.name == TABLES for piece in pieces)
     distinct, report = DistinctRegions(), report_of(Pass.OUTLINE)
+    reached = _reached_by_gradients(captured)
     program_calls: list[Call] = []
     for index, piece in enumerate(pieces):
         inside = set(piece.nodes)
         outputs = [n for n in piece.nodes if any(user not in inside for user in n.users)]
-        draft, inputs = draft_region(piece, refs, outputs)
+        is_trained = not reached.isdisjoint(outputs)
+        draft, inputs = draft_region(piece, refs, outputs, is_trained=is_trained)
         num_distinct = len(distinct.regions)
         use = distinct.use_of(draft, allowed_for_inputs(inputs, refs, wishes, apart))
         # Layers of one class were expected to be one region.
@@ -93,6 +97,15 @@ def outline(
         decisions=captured.decisions,
         stored=captured.stored,
         experts=captured.experts,
+    )
+
+
+def _reached_by_gradients(captured: Captured) -> set[Node]:
+    """Return the values that a gradient may come back to: not those that a detach ends alone."""
+    leaves = [leaf for leaf in captured.outputs if isinstance(leaf, Node)]
+    trained = [leaf for leaf in leaves if leaf.meta["requires_grad"]]
+    return set(
+        reach(trained, lambda node: (x for x in node.all_input_nodes if x.meta["requires_grad"]))
     )
 
 

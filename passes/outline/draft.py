@@ -57,9 +57,12 @@ class Draft:
 
 
 def draft_region(
-    piece: Piece, refs: dict[Node, Ref], outputs: list[Node]
+    piece: Piece, refs: dict[Node, Ref], outputs: list[Node], *, is_trained: bool = True
 ) -> tuple[Draft, list[Node]]:
-    """Return the region of one piece and its inputs, nodes of the flat graph, in order."""
+    """Return the region of one piece and its inputs, nodes of the flat graph, in order.
+
+    No value of it requires a gradient unless it ``is_trained``.
+    """
     inputs = _inputs_of(piece, refs)
     graph = Graph()
     copies: dict[Node, Node] = {}
@@ -85,6 +88,9 @@ def draft_region(
         kwargs = map_arg(node.kwargs, copies.__getitem__)
         copies[node] = copy_call(graph, node, args, kwargs, _value_name(node))
         copies[node].meta = _meta(node)
+    if not is_trained:
+        for copy in graph.nodes:
+            copy.meta["requires_grad"] = False
     graph.output(tuple(copies[node] for node in outputs))
     kinds = tuple(refs[node].kind for node in inputs)
     return Draft(piece.name, graph, kinds, tuple(names)), inputs

@@ -126,7 +126,9 @@ class StepWalk:
         self._layouts: dict[tuple[int, int], Tensor] = {}  # of those that are not contiguous
         # By call and not by use: a call that takes a parameter twice returns one gradient of it.
         self._parts_to_come = Counter(
-            ref.name for call in program.calls for ref in set(call.args) if ref.kind == "param"
+            name
+            for call in program.calls
+            for name in {call.args[k].name for k in partitioned[call.region.name].trained}
         )
         self._partial: dict[str, Storage] = {}
         self._replicated: dict[str, Tensor] = {}

@@ -179,6 +179,12 @@ class Partitioned:
         return self.backward if self.loss is None else self.loss.backward
 
     @property
+    def trained(self) -> tuple[int, ...]:
+        """Positions of the inputs of which an ordinary training step returns a gradient."""
+        grads = () if self.step_backward is None else self.step_backward.output_node().args[0]
+        return tuple(index for index, grad in enumerate(grads) if grad is not None)
+
+    @property
     def middle_backward(self) -> Graph | None:
         """The same in the middle of calls in a row, where it may be another."""
         if self.ahead is not None:

@@ -186,8 +186,13 @@ class Program:
         it is padded, until they are copied without the padding.
         """
         # Once per call: a call that is given a parameter twice still computes one gradient of it.
+        # One under no_grad computes none.
         uses = Counter(
-            ref.name for call in self.calls for ref in set(call.args) if ref.kind == "param"
+            ref.name
+            for call in self.calls
+            if any(node.meta["requires_grad"] for node in call.region.outputs)
+            for ref in set(call.args)
+            if ref.kind == "param"
         )
         return [
             frozenset(

@@ -177,12 +177,13 @@ def _typings(args: Arguments, world_size: int, of_partial: Placement) -> Sequenc
 def _scratch_of_dropout(args: Arguments, result: Tensor) -> int:
     x = args["x"].meta["val"]
     survives = 0 if x.is_cuda else x.element_size() * prod(block_shape(x.shape, x.device))
-    return _scratch(x) + survives + (0 if x.is_contiguous() else 2 * x.nbytes)
+    straightened = sum(each.nbytes for each in (x, result) if not each.is_contiguous())
+    return _scratch(x) + survives + straightened
 
 
 def _scratch_of_mask(args: Arguments, result: Tensor) -> int:
     x = args["x"].meta["val"]
-    return _scratch(x) + (0 if x.is_contiguous() else x.numel())
+    return _scratch(x) + (0 if result.is_contiguous() else result.nbytes)
 
 
 def _scratch(x: Tensor) -> int:

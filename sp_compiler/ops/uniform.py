@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
 
 from sp_compiler.base.placement import R, S
 from sp_compiler.ops.communicator import Communicator
-from sp_compiler.ops.counter import Grid, is_plain, scratch_bytes
+from sp_compiler.ops.counter import Grid, block_shape, is_plain, scratch_bytes
 from sp_compiler.ops.registry import Arguments, Operator, Typing, register
 
 _DIGITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
@@ -86,7 +87,10 @@ def _typings(args: Arguments, world_size: int) -> Sequence[Typing]:
 
 
 def _scratch_bytes(args: Arguments, result: Tensor) -> int:
-    return scratch_bytes(result.shape, result.device) * (2 if args["dtype"] == torch.float64 else 1)
+    block = prod(block_shape(result.shape, result.device))
+    drawn = scratch_bytes(result.shape, result.device)
+    # Of a block's fraction, in numbers of 64 bits, four exist at once; else two of 32 bits.
+    return 2 * drawn + 32 * block if args["dtype"] == torch.float64 else drawn + 8 * block
 
 
 UNIFORM = register(

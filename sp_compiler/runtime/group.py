@@ -30,6 +30,7 @@ from sp_compiler.runtime.mesh_axes import (
     SHARD_AXIS,
     TENSOR_AXIS,
     DataAxes,
+    refuse_mixed_orders,
     refuse_pipeline_axis,
     refuse_unknown_axes,
     shards_over_experts,
@@ -145,8 +146,9 @@ def tensor_parallel_group(
     by itself ``tp=1`` in one of several processes warns.
 
     Raises:
-        ArgumentError: no process group, one of another size, a mesh without the axis, both
-            arguments that do not agree, or a ``tp`` that is not a positive int.
+        ArgumentError: no process group, one of another size, a mesh without the axis or whose
+            ranks are in mixed orders, both arguments that do not agree, or a ``tp`` that is not a
+            positive int.
         UnsupportedError: an axis of several ranks has an unknown name.
     """
     data = DataAxes()
@@ -160,6 +162,7 @@ def tensor_parallel_group(
                 "tp=, or pass a mesh of that size"
             )
         refuse_unknown_axes(mesh)
+        refuse_mixed_orders(mesh)
         if not in_stages:
             refuse_pipeline_axis(mesh)
         tp, data = size, DataAxes.of(mesh)

@@ -99,13 +99,14 @@ def data_shard(mesh: DeviceMesh) -> tuple[int, int]:
         ``(part, parts)``, with ``0 <= part < parts``.
 
     Raises:
-        ArgumentError: the mesh has no axis "tp" or "pp", has no axis names, or has its data axes in
-            the wrong order.
+        ArgumentError: the mesh has no axis "tp" or "pp", has no axis names, or has its data axes,
+            or the ranks along an axis, in an order that groups of processes do not have.
         UnsupportedError: an axis of several ranks has an unknown name.
     """
     if not isinstance(mesh, DeviceMesh) or PIPELINE_AXIS not in (mesh.mesh_dim_names or ()):
         tensor_parallel_axis(mesh)
     refuse_unknown_axes(mesh)
+    refuse_mixed_orders(mesh)
     axes = DataAxes.of(mesh)
     return axes.rank, axes.size
 
@@ -168,6 +169,33 @@ def refuse_unknown_axes(mesh: DeviceMesh) -> None:
             f'mesh["{TENSOR_AXIS}"] and reduce gradients over the rest yourself, for example by '
             "torch.distributed.fsdp.fully_shard(module, mesh=the other axis) on the compiled module"
         )
+
+
+def refuse_mixed_orders(mesh: DeviceMesh) -> None:
+    """Raise :class:`ArgumentError` if ranks along an axis ascend in one group and not in another.
+
+    A group counts its ranks by their numbers, whatever the mesh says::
+
+        [[3, 2],     rank 2 is the first of the group (2, 3), rank 1 the second of (0, 1): in one
+         [0, 1]]     column, where both should have the same part of a parameter
+    """
+    names = mesh.mesh_dim_names or ()
+    # FSDP2 takes these two as one axis: see shards_over_experts.
+    for axes in (*((name,) for name in names), (SHARD_AXIS, EXPERT_AXIS)):
+        if not {*axes} <= {*names}:
+            continue
+        ends = range(-len(axes), 0)
+        ranks = mesh.mesh.movedim([names.index(name) for name in axes], [*ends])
+        groups = ranks.reshape(-1, ranks.shape[-len(axes) :].numel())
+        orders = groups.argsort(-1)
+        other = (orders != orders[0]).any(-1).nonzero()
+        if len(other):
+            raise ArgumentError(
+                f"mesh has the ranks {groups[0].tolist()} along {' x '.join(axes)}, and in another "
+                f"order {groups[other[0, 0]].tolist()}: a group of processes counts its ranks by "
+                "their numbers, so neighbours in the mesh would have other parts of parameters. "
+                "Let all ranks ascend along each axis, as init_device_mesh does"
+            )
 
 
 def with_expert_axes(mesh: DeviceMesh) -> DeviceMesh:

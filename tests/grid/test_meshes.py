@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import sp_compiler
@@ -83,6 +83,35 @@ def test_wrong_meshes(axes: dict[str, int], error: type[Exception], advice: str)
     with pytest.raises(error, match=advice):
         sp_compiler.compile(model, mesh=_mesh(**axes))
     model(batch())  # nothing was taken over
+
+
+@pytest.mark.parametrize(
+    ("axes", "ranks", "mixed"),
+    [
+        (("dp_shard", "tp"), [[0, 1], [2, 3], [4, 5], [7, 6]], r"\[0, 1\] along tp.*\[7, 6\]"),
+        (("tp", "dp_replicate"), [[0, 1, 2, 3], [4, 6, 5, 7]], r"along dp_replicate.*\[4, 6, 5, 7"),
+        (("dp_shard", "tp"), [[7, 6, 5, 4], [3, 2, 1, 0]], None),
+        (("pp", "tp"), [[4, 0], [5, 1], [6, 2], [7, 3]], None),
+        # Of which FSDP2 makes one axis, for what is no expert.
+        (
+            ("dp_shard", "ep", "tp"),
+            [[[0, 4], [2, 5]], [[1, 6], [3, 7]]],
+            r"\[0, 2, 1, 3\] along dp_shard x ep.*\[4, 5, 6, 7\]",
+        ),
+        (("dp_shard", "ep", "tp"), [[[0, 4], [2, 6]], [[1, 5], [3, 7]]], None),
+    ],
+)
+def test_ranks_in_several_orders(axes: tuple[str, ...], ranks: Any, mixed: str | None) -> None:
+    """Torch's groups sort them; a mesh may not have one order here and another one there."""
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=axes)
+    if mixed is None:
+        _, parts = sp_compiler.data_shard(mesh)
+        assert parts == 8 // (mesh.size(axes.index("tp")) * (4 if "pp" in axes else 1))
+        return
+    with pytest.raises(ArgumentError, match=mixed):
+        sp_compiler.data_shard(mesh)
+    with pytest.raises(ArgumentError, match=mixed):
+        sp_compiler.compile(net(), mesh=mesh)
 
 
 def test_what_is_no_mesh() -> None:

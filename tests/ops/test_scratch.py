@@ -14,7 +14,9 @@ from benchmarks.measure import PeakRecorder
 from sp_compiler.ir.fx import arguments
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.ops.convert import CONVERT
+from sp_compiler.ops.dropout import DROPOUT, DROPOUT_MASK
 from sp_compiler.ops.registry import Operator
+from sp_compiler.ops.uniform import UNIFORM
 from sp_compiler.ops.vocabulary import (
     VOCAB_EMBEDDING,
     VOCAB_EMBEDDING_BACKWARD,
@@ -63,6 +65,39 @@ def test_scratch(operator: Operator, tensors: list[Tensor], rest: tuple[Any, ...
     peak = recorder.peak_bytes(excluding=tensors)
     returned = sum(leaf.untyped_storage().nbytes() for leaf in tree_leaves(result))
     assert 0 <= peak - returned - declared <= 64 * _ROWS
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [(_ROWS, _WIDTH), (10 * _ROWS, _CLASSES)])
+def test_scratch_of_random_numbers(dtype: torch.dtype, size: tuple[int, ...]) -> None:
+    """Of one block, and of a size that has several."""
+    rest = ([*size], dtype, 0, 0, 1)
+    seed = torch.tensor(3)
+    node = node_of(UNIFORM, [seed], rest)
+    declared = UNIFORM.scratch_bytes(arguments(node), node.meta["val"])
+    with PeakRecorder() as recorder:
+        result = UNIFORM.kernel(Communicator(None, 0, 1), seed, *rest)
+    assert recorder.peak_bytes(excluding=[seed]) == result.nbytes + declared
+
+
+@pytest.mark.parametrize("operator", [DROPOUT, DROPOUT_MASK], ids=lambda x: x.name)
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.ones(_ROWS, _WIDTH),
+        torch.ones(_WIDTH, _ROWS).t(),  # the result is transposed, too
+        torch.ones(_ROWS, 2 * _WIDTH).chunk(2, 1)[1],  # the result is contiguous
+    ],
+    ids=["contiguous", "transposed", "columns"],
+)
+def test_scratch_of_dropout(operator: Operator, x: Tensor) -> None:
+    seed, rest = torch.tensor(3), (0.1, 0, 0, 1)
+    node = node_of(operator, [x, seed], rest)
+    node.all_input_nodes[0].meta["val"] = x  # in its own layout
+    with PeakRecorder() as recorder:
+        result = operator.kernel(Communicator(None, 0, 1), x, seed, *rest)
+    declared = operator.scratch_bytes(arguments(node), result)
+    assert recorder.peak_bytes(excluding=[x, seed]) == result.nbytes + declared
 
 
 @pytest.mark.parametrize(

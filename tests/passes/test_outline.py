@@ -224,6 +224,26 @@ def test_frozen_layer_is_not_shared_with_a_trained_one() -> None:
     assert layers[0] is not layers[1]
 
 
+@pytest.mark.parametrize("also_learns", [False, True])
+def test_layers_of_which_all_results_are_detached_train_nothing(also_learns: bool) -> None:
+    """Also the first of them, whose result is detached only behind the second; not those of which
+    one result is."""
+
+    class Taught(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            taught = self.layers[1](self.layers[0](x))
+            learned = self.layers[1](self.layers[0](x + 1))
+            return (learned - (taught if also_learns else taught.detach())).square().sum()
+
+    _, program = outlined(Taught(Layer(), Layer()), torch.randn(2, 4))
+    first, second, *others = [call.region for call in program.calls if call.path]
+    for region in (first, second):
+        assert region.outputs[0].meta["requires_grad"] is also_learns
+        flags = {node.meta["requires_grad"] for node in region.placeholders}
+        assert (True in flags) is also_learns
+    assert all(region.outputs[0].meta["requires_grad"] for region in others)
+
+
 def test_model_without_layers_is_one_region() -> None:
     _, program = outlined(nn.Bilinear(3, 4, 5), torch.randn(2, 3), torch.randn(2, 4))
     assert [region.name for region in program.regions] == ["Model"]

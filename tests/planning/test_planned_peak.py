@@ -81,6 +81,34 @@ def test_planned_peak_where_some_calls_of_a_block_share_parameters() -> None:
         assert _measured_peak(found, program, accumulates=accumulates) == planned
 
 
+class _Teacher(_Again):
+    """Learns what its own layers return, which it runs without gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        student = x
+        with torch.no_grad():
+            for layer in self.layers:
+                x = layer(x)
+        for layer in self.layers:
+            student = layer(student)
+        return (student - x).square().mean()
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_planned_peak_of_layers_that_also_run_without_gradients(recompute: str) -> None:
+    """They save nothing then, and all of a gradient comes from the other call."""
+    torch.manual_seed(0)
+    found = make_case(_Teacher().double(), {"x": torch.randn(2, 3, 16, dtype=torch.float64)})
+    program = compiled(found, tp=1, recompute=recompute)
+    memory = step_memory(program)
+    taught = [index for index, call in enumerate(program.program.calls) if index < 2 and call.path]
+    assert len(taught) == 2
+    assert not {kept.call for kept in memory.kept}.intersection(taught)
+    assert _measured_peak(found, program) == memory.peak_bytes
+    accumulating = step_memory(program, accumulates=True).peak_bytes
+    assert _measured_peak(found, program, accumulates=True) == accumulating
+
+
 class _Momentum(nn.Module):
     """Multiplies by a buffer, which it then writes."""
 

@@ -41,8 +41,8 @@ def mesh() -> Iterator[DeviceMesh]:
         yield two_ranks
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def interpreted() -> Iterator[Run]:
-    """Calls functions in a process where Triton interprets kernels."""
+    """Calls functions in a process where Triton interprets kernels, one for all modules."""
     with interpreter() as run:
         yield run

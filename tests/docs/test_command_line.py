@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from sp_compiler.command_line.app import app
 from tests.docs.code_blocks import ROOT, blocks
+from tests.helpers.shared_programs import shared_captures
 
 
 @pytest.mark.slow
@@ -22,7 +23,8 @@ def test_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert "--gpus 8" in shell
     # Of two: each number of ranks is compiled, with every setting of recomputation.
-    for line in shell.replace("--gpus 8", "--gpus 2").splitlines():
-        result = CliRunner().invoke(app, shlex.split(line)[1:])
-        assert result.exit_code == 0, f"{line}\n{result.output}"
+    with shared_captures():
+        for line in shell.replace("--gpus 8", "--gpus 2").splitlines():
+            result = CliRunner().invoke(app, shlex.split(line)[1:])
+            assert result.exit_code == 0, f"{line}\n{result.output}"
     assert {path.name for path in tmp_path.iterdir()} == {"tiny", "diff.html", "block.py"}

@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from docs.generate.tasks import FOLDER, ROOT, script_of
 from tests.docs.code_blocks import blocks
 from tests.helpers.rehearsal import run_rehearsed
+from tests.helpers.shared_programs import shared_captures
 
 _PAGES = {script: page for page in sorted(FOLDER.glob("*.md")) if (script := script_of(page))}
 _ON_RANKS = [s for s in _PAGES if "init_process_group" in s.read_text(encoding="utf-8")]
@@ -43,7 +44,8 @@ def test_every_script_has_a_page_that_the_index_links() -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("script", _ON_ONE, ids=lambda script: script.stem)
 def test_scripts_of_one_process(script: Path) -> None:
-    _assert_shown(script, _run(script))
+    with shared_captures():
+        _assert_shown(script, _run(script))
     torch._dynamo.reset()
 
 

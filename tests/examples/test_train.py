@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import json
+import runpy
 import shutil
-import subprocess
 import sys
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from transformers import GPT2Config
 
 from examples.processes import Places, mesh_of
 from examples.train import parsed, train
+from tests.helpers.ranks import launch
 from tests.helpers.rehearsal import run_rehearsed
 
 _STEPS = 4
@@ -111,17 +114,27 @@ def test_pretrained_weights_are_in_a_folder(tmp_path: Path, capsys: Any) -> None
     assert "save_pretrained wrote" in capsys.readouterr().err
 
 
+def _program(options: list[str]) -> None:
+    """The training program, whose end is that of this process."""
+    with mock.patch.object(sys, "argv", ["train", *options]):
+        try:
+            runpy.run_module("examples.train", run_name="__main__")
+        except SystemExit as end:
+            # As the interpreter says it, which comes to it behind the log.
+            if isinstance(end.code, str):
+                print(end.code, file=sys.stderr)
+            sys.exit(1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "text"),
     [(["--tp", "two"], "invalid int value: 'two'"), (["--tp", "3"], "torchrun started 2")],
 )
 def test_what_all_ranks_find_is_said_once(options: list[str], text: str, tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    program = ["--nproc-per-node", "2", "-m", "examples.train", "--model", "gpt2"]
-    files = ["--text", "a.txt", "--folder", str(tmp_path)]
-    result = subprocess.run(
-        [*torchrun, *program, *files, *options], capture_output=True, text=True, check=False
-    )
-    assert result.returncode != 0
-    assert result.stderr.count(text) == 1
+    files = ["--model", "gpt2", "--text", "a.txt", "--folder", str(tmp_path)]
+    with pytest.raises(ChildFailedError):
+        launch(2, tmp_path / "logs", _program, [*files, *options])
+    said = [file.read_text() for file in tmp_path.rglob("stderr.log")]
+    assert len(said) == 2
+    assert "".join(said).count(text) == 1

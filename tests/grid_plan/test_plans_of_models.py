@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,14 @@ from sp_compiler.api import plan
 from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.command_line.models import load
 from tests.helpers import expert_models
+from tests.helpers.shared_programs import shared_captures
 from tests.models import zoo
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _captured_once() -> Iterator[None]:
+    with shared_captures():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +19,15 @@ from sp_compiler.grid_plan.options import GridOptions
 from sp_compiler.grid_plan.settings import build_settings
 from sp_compiler.grid_plan.sizes import GridSizes
 from sp_compiler.options import CompileOptions
+from tests.helpers.shared_programs import shared_captures
 from tests.models import zoo
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _captured_once() -> Iterator[None]:
+    with shared_captures():
+        yield
+
 
 _ARGUMENTS: dict[str, Any] = {"gpus": 8, "microbatches": 8, "gpus_per_node": 2}
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import multiprocessing
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 _TIMEOUT = timedelta(minutes=3)
 # Seconds to import, so done once: ranks are forks of a process that does nothing else.
@@ -47,6 +49,29 @@ def run_on_ranks(
         return [
             torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(world_size)
         ]
+
+
+def launch(num_processes: int, logs: Path, function: Callable[..., Any], *args: Any) -> None:
+    """Run ``function(*args)`` on processes of torchrun's agent, which writes what they print.
+
+    They are forks of a process that has imported everything, where torchrun's own would do it each.
+
+    Raises:
+        torch.distributed.elastic.multiprocessing.errors.ChildFailedError: one has failed.
+    """
+    multiprocessing.set_forkserver_preload(_PRELOADED)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_processes,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        monitor_interval=0.1,
+        max_restarts=0,
+        start_method="forkserver",
+        logs_specs=DefaultLogsSpecs(str(logs), Std.ALL),
+    )
+    elastic_launch(config, function)(*args)
 
 
 def run_on_copies(

@@ -18,11 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from sp_compiler import api
+from sp_compiler import api, compiler
+from sp_compiler.grid_plan import settings
+from sp_compiler.ir.captured import Captured
 from sp_compiler.options import CompileOptions
 from sp_compiler.pipeline_parallel.schedules import schedule_of
 from sp_compiler.planning.planned_program import PlannedProgram
 from sp_compiler.trace.attributes.reads import recorded_attributes
+from sp_compiler.trace.export import capture
 
 # With the attributes that forward read, which are a part of the key of a module's programs.
 _KNOWN: dict[str, tuple[PlannedProgram, list[tuple[str, str]]]] = {}
@@ -60,6 +63,34 @@ def shared_programs(*, only_known: bool = False) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def shared_captures() -> Iterator[None]:
+    """Context in which equal models are captured once for equal inputs, whatever their options.
+
+    Of models as in :func:`shared_programs`. Plans of large models take most of their time for it.
+    """
+    known: dict[str, Captured] = {}
+
+    def known_or_captured(model: nn.Module, args: Any, kwargs: Any, **how: Any) -> Captured:
+        key = _key(model, (args, kwargs), None, how)
+        if key not in known:
+            known[key] = capture(model, args, kwargs, **how)
+        return known[key].copy()
+
+    with (
+        mock.patch.object(compiler, "capture", known_or_captured),
+        mock.patch.object(settings, "capture", known_or_captured),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def compiled_again() -> Iterator[None]:
+    """Context in which none of the programs before are known, nor afterwards those made in it."""
+    with mock.patch.dict(_KNOWN, clear=True):
+        yield
+
+
 def compile_for_ranks(
     model: nn.Module,
     inputs: Mapping[str, Tensor] | Sequence[Tensor],
@@ -93,7 +124,9 @@ def compile_for_ranks(
     api.build(model, args, kwargs, checked, fixed=None, open_dims=False, keep="stages")
 
 
-def _key(model: nn.Module, inputs: Any, options: CompileOptions, settings: dict[str, Any]) -> str:
+def _key(
+    model: nn.Module, inputs: Any, options: CompileOptions | None, settings: dict[str, Any]
+) -> str:
     leaves, structure = pytree.tree_flatten(inputs)
     tensors = [*model.named_parameters(), *model.named_buffers(), *enumerate(leaves)]
     facts = [

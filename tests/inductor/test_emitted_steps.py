@@ -18,8 +18,11 @@ pytestmark = [needs_triton, pytest.mark.slow]
 def _step(name: str, tp: int) -> Record:
     # Here, for where they are imported Triton has read whether to interpret.
     from benchmarks import inductor, interpreted_triton
+    from tests.models import architecture
 
-    found, exact = inductor.case(name)
+    # A second layer would run the same kernels again, line by line.
+    with mock.patch.object(architecture, "LAYERS", 1):
+        found, exact = inductor.case(name)
     emitted = interpreted_triton.compile_graph
     with mock.patch("sp_compiler.inductor.fused.compile_graph", emitted):
         return inductor.measure(found, exact, tp)

@@ -5,6 +5,7 @@ AdamW steps with clipping; ranks of different parts of the data have batches of 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
 from typing import Any
@@ -161,6 +162,13 @@ def _in_bfloat16(mesh: DeviceMesh, own: dict[str, Any], loss: float) -> None:
     assert abs(mean.item() - loss) < 0.1 * loss
 
 
+def _rehearsal() -> None:
+    with contextlib.suppress(AssertionError):  # of collectives that nothing called for
+        _calls()
+    own = zoo.inputs("llama", batch=4, seq=8)
+    _pipeline_in_bfloat16(grids.mesh(dp_shard=2, pp=2), own, "1f1b").step(**own)
+
+
 # "1f1b" casts beside data axes alone, above.
 _SCHEDULE = "zero_bubble"
 
@@ -193,4 +201,4 @@ def test_mixed_precision_beside_tensor_parallelism() -> None:
 
 @pytest.mark.slow
 def test_calls_over_data_axes() -> None:
-    run_rehearsed(4, _calls)
+    run_rehearsed(4, _calls, rehearsal=_rehearsal)

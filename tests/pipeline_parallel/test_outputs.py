@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import sp_compiler
@@ -15,8 +16,7 @@ from sp_compiler import UnsupportedError
 from sp_compiler.compiler import build
 from sp_compiler.options import CompileOptions
 from sp_compiler.pipeline_parallel.microbatches import batch_lengths, joined
-from tests.helpers.ranks import run_on_copies
-from tests.helpers.shared_programs import compile_for_ranks, shared_programs
+from tests.helpers.rehearsal import run_rehearsed
 from tests.models import zoo
 
 MICROBATCHES = 4
@@ -77,24 +77,40 @@ def _check(outputs: Any, expected: dict[str, Any], *, is_last: bool) -> None:
             assert outputs[name] is None
 
 
-def _returned() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
-    is_last = mesh.get_local_rank("pp") == 1
+def _mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+
+
+def _pipeline(model: nn.Module, *args: Tensor, **options: Any) -> Any:
+    kwargs = options.pop("kwargs", {})
+    inputs = args, kwargs
+    return sp_compiler.pipeline(
+        model, mesh=_mesh(), example_inputs=inputs, microbatches=MICROBATCHES, **options
+    )
+
+
+_SCORED: tuple[dict[str, Any], ...] = (
+    {"schedule": "gpipe"},
+    {"schedule": "1f1b", "return_outputs": True},
+    {"schedule": "zero_bubble", "return_outputs": True},
+)
+_LLAMA: tuple[dict[str, Any], ...] = ({}, {"return_outputs": True, "outputs": "replicate"})
+
+
+def _batch() -> list[Tensor]:
+    """The second belongs to every microbatch."""
     generator = torch.Generator().manual_seed(1)
-    # The second belongs to every microbatch.
     sizes = (2 * MICROBATCHES, 4, 16), (1, 16)
-    batch = [torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes]
+    return [torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes]
+
+
+def _returned() -> None:
+    is_last = _mesh().get_local_rank("pp") == 1
+    batch = _batch()
     expected, gradients = _truth(*batch)
-    for schedule, return_outputs in (("gpipe", False), ("1f1b", True), ("zero_bubble", True)):
-        pipeline = sp_compiler.pipeline(
-            _scored(),
-            mesh=mesh,
-            example_inputs=(tuple(batch), {}),
-            microbatches=MICROBATCHES,
-            schedule=schedule,
-            return_outputs=return_outputs,
-        )
-        if not return_outputs:
+    for options in _SCORED:
+        pipeline = _pipeline(_scored(), *batch, **options)
+        if "return_outputs" not in options:
             with pytest.raises(UnsupportedError, match=r"\['score.bias', 'score.weight'\].*loss"):
                 pipeline.eval(*batch)
             continue
@@ -108,11 +124,8 @@ def _returned() -> None:
 
 def _logits() -> None:
     """The model's own type, on every rank."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     batch = zoo.inputs("llama", batch=2 * MICROBATCHES)
-    pipeline = sp_compiler.pipeline(
-        zoo.build("llama", layers=2), mesh=mesh, example_inputs=((), batch), microbatches=4
-    )
+    pipeline = _pipeline(zoo.build("llama", layers=2), kwargs=batch, **_LLAMA[0])
     truth = zoo.build("llama", layers=2).eval()
     outputs, expected = pipeline.eval(**batch), truth(**batch)
     assert type(outputs) is type(expected)
@@ -121,7 +134,7 @@ def _logits() -> None:
     parts = [{k: v[2 * i : 2 * i + 2] for k, v in batch.items()} for i in range(MICROBATCHES)]
     mean = torch.stack([truth(**part).loss for part in parts]).mean()
     torch.testing.assert_close(outputs.loss, mean.double(), rtol=1e-6, atol=1e-6)
-    if mesh.get_local_rank("pp") == 0:
+    if _mesh().get_local_rank("pp") == 0:
         assert outputs.logits is None
         return
     # Sharded over the vocabulary, as the stage computes them.
@@ -131,18 +144,10 @@ def _logits() -> None:
 
 def _full_logits() -> None:
     """Where full ones are asked for, on the ranks of the last stage."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     batch = zoo.inputs("llama", batch=2 * MICROBATCHES)
-    pipeline = sp_compiler.pipeline(
-        zoo.build("llama", layers=2),
-        mesh=mesh,
-        example_inputs=((), batch),
-        microbatches=MICROBATCHES,
-        return_outputs=True,
-        outputs="replicate",
-    )
+    pipeline = _pipeline(zoo.build("llama", layers=2), kwargs=batch, **_LLAMA[1])
     expected = zoo.build("llama", layers=2)(**batch).logits
-    if mesh.get_local_rank("pp") == 1:
+    if _mesh().get_local_rank("pp") == 1:
         for outputs in (pipeline.step(**batch), pipeline.eval(**batch)):
             assert not isinstance(outputs.logits, DTensor)
             torch.testing.assert_close(outputs.logits, expected.detach())
@@ -180,22 +185,30 @@ def test_scalars_are_averaged_in_their_own_dtype() -> None:
 
 
 def _compile() -> None:
-    """The program of the larger model; those of the small one every rank compiles itself."""
-    with shared_programs():
-        micro = zoo.inputs("llama", batch=2)
-        compile_for_ranks(zoo.build("llama", layers=2), micro, tp=2, schedule="1f1b")
+    """What all pipelines above run: their own calls reach no other stage here."""
+    scored, llama = _batch(), zoo.inputs("llama", batch=2 * MICROBATCHES)
+    made = [
+        *((_pipeline(_scored(), *scored, **each), scored, {}) for each in _SCORED),
+        *(
+            (_pipeline(zoo.build("llama", layers=2), kwargs=llama, **each), (), llama)
+            for each in _LLAMA
+        ),
+    ]
+    for pipeline, args, kwargs in made:
+        for call in (pipeline.eval, pipeline.eval_loss):
+            with contextlib.suppress(Exception):
+                call(*args, **kwargs)
 
 
-def _both() -> None:
+def _all() -> None:
     _returned()
-    with shared_programs():
-        _logits()
-        _full_logits()
+    _logits()
+    _full_logits()
 
 
 @pytest.mark.slow
 def test_what_a_pipeline_returns() -> None:
-    run_on_copies(4, _compile, _both)
+    run_rehearsed(4, _all, rehearsal=_compile)
 
 
 @pytest.mark.slow

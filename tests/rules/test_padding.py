@@ -28,7 +28,7 @@ from sp_compiler.planning.fallbacks import fallbacks
 from sp_compiler.rules.padding import POINTWISE, RELABELLING
 from sp_compiler.runtime.padding import padded_part, stored_part
 from tests.helpers import parity
-from tests.helpers.ranks import run_on_ranks
+from tests.helpers.rehearsal import run_rehearsed
 from tests.helpers.slow import slow
 
 _VOCABULARY, _WIDTH, _INNER = 131, 32, 100
@@ -275,9 +275,7 @@ def _on_ranks(folder: str) -> dict[str, Any]:
     found["resumed"] = _train(resumed, new, range(3, 5))
     found["went on"] = _train(module, optimizer, range(3, 5))
 
-    with torch.device("meta"):
-        empty = _model(tied=False)
-    read = sp_compiler.compile(empty, tp=world_size, example_inputs=((), _inputs()))
+    read = sp_compiler.compile(_empty(), tp=world_size, example_inputs=((), _inputs()))
     read.load_pretrained(f"{folder}/model.safetensors")
     found["read"] = read(**_inputs())["loss"].item()
     found["room"] = [_room(read)]
@@ -295,6 +293,17 @@ def _on_ranks(folder: str) -> dict[str, Any]:
     found["room"] += [_room(read.float()), _room(read.double())]
     assert read.float()(**_inputs())["loss"].isfinite()
     return found
+
+
+def _empty() -> nn.Module:
+    with torch.device("meta"):
+        return _model(tied=False)
+
+
+def _compile(_: str) -> None:
+    """Nothing runs: torch would remember how much of each tensor one rank has."""
+    for model in (_model(), _empty()):
+        sp_compiler.compile(model, tp=3, example_inputs=((), _inputs()))
 
 
 def _room(module: nn.Module) -> int:
@@ -326,7 +335,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = str(tmp_path_factory.mktemp("padding"))
     state = {name: value.contiguous() for name, value in _model(tied=False).state_dict().items()}
     save_file(state, f"{folder}/model.safetensors")
-    return run_on_ranks(3, _on_ranks, folder)
+    return run_rehearsed(3, _on_ranks, folder, rehearsal=_compile)
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ from torch.fx import Node
 
 from sp_compiler.base.pass_report import Pass, report_of
 from sp_compiler.ir.fx import reach, tensor_operands
-from sp_compiler.ir.op_traits import base, is_pure_view
+from sp_compiler.ir.op_traits import base, collective_of, is_pure_view
 from sp_compiler.ir.rewriting import make_call
 from sp_compiler.ir.symbolic import example_number, same_shape
 from sp_compiler.trace.joint import JointGraph
@@ -38,6 +38,7 @@ from sp_compiler.trace.joint import JointGraph
 _aten = torch.ops.aten
 _TIMES = (_aten.mul.Tensor, _aten.mul.Scalar)
 _OVER = (_aten.div.Tensor, _aten.div.Scalar)
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 # Both factors are tensors, and nothing is added to the product.
 _PRODUCTS = (_aten.mm.default, _aten.bmm.default, _aten.linear.default)
 
@@ -57,7 +58,7 @@ def scale_smaller(joint: JointGraph) -> JointGraph | tuple[()]:
         if _shrinks(node) and not _scale_factor(node, weights):
             _scale_results(node)
     joint.graph.lint()
-    return joint if report_of(Pass.SCALE).rewrites else ()
+    return joint if report_of(Pass.SCALE_PRODUCTS).rewrites else ()
 
 
 def _shrinks(node: Node) -> bool:
@@ -72,7 +73,9 @@ def _shrinks(node: Node) -> bool:
     size = abs(number)
     is_small = 0 < size <= 1 if node.target in _TIMES else 1 <= size < math.inf
     value, given = node.meta["val"], source.meta["val"]
-    return is_small and value.is_floating_point() and value.dtype == given.dtype
+    # In float16 the numbers of a small factor lose digits, and gradients are scaled up to just
+    # below the largest.
+    return is_small and value.dtype in _DTYPES and value.dtype == given.dtype
 
 
 def _scale_factor(node: Node, weights: Container[Node]) -> bool:
@@ -82,8 +85,12 @@ def _scale_factor(node: Node, weights: Container[Node]) -> bool:
         product = product.args[0]
     if not _is_product(product) or len(product.users) > 1 or not _lie_alike(source, node):
         return False
-    factor = product.args[0]
-    if _size(factor) >= _size(product) or base(factor) in weights:
+    # Of a part, the whole would stay alive where now the part does.
+    factor, size = product.args[0], _size(product)
+    if _size(node) != size or _size(factor) >= size:
+        return False
+    # A gather and the product that reads it stay beside each other, for async_tp.
+    if base(factor) in weights or collective_of(base(factor)) is not None:
         return False
     with node.graph.inserting_before(product):
         scaled = _scaled(node, factor, name="scaled")
@@ -91,7 +98,7 @@ def _scale_factor(node: Node, weights: Container[Node]) -> bool:
     product.update_arg(0, scaled)
     node.replace_all_uses_with(source)
     node.graph.erase_node(node)
-    report_of(Pass.SCALE).rewrote(kind="scale_factor")
+    report_of(Pass.SCALE_PRODUCTS).rewrote(kind="scale_factor")
     return True
 
 
@@ -99,9 +106,6 @@ def _scale_results(node: Node) -> None:
     """``product(view(x * number), b)`` -> ``product(view(x), b) * number``, if there are no others
     than such products."""
     source = node.args[0]
-    # Gradients of 16 bits are scaled up to just below the largest number of float16.
-    if node.meta["val"].dtype == torch.float16:
-        return
     # What a region is given may have other strides than in the trace.
     if source.op == "placeholder" or is_pure_view(source) or not _lie_alike(source, node):
         return
@@ -113,6 +117,8 @@ def _scale_results(node: Node) -> None:
         return
     if sum(map(_size, products)) >= _size(node):
         return
+    if any(map(_is_reduced, products)):
+        return
     for product in products:
         with node.graph.inserting_after(product):
             scaled = _scaled(node, product, name=product.name)
@@ -121,7 +127,7 @@ def _scale_results(node: Node) -> None:
         )
     node.replace_all_uses_with(source)
     node.graph.erase_node(node)
-    report_of(Pass.SCALE).rewrote(kind="scale_results")
+    report_of(Pass.SCALE_PRODUCTS).rewrote(kind="scale_results")
 
 
 def _lie_alike(source: Node, node: Node) -> bool:
@@ -134,6 +140,12 @@ def _carries(each: Node, node: Node) -> bool:
     return each is node or is_pure_view(each)
 
 
+def _is_reduced(product: Node) -> bool:
+    """Return whether a collective sums the result over ranks: beside each other, for async_tp."""
+    readers = reach([product], lambda each: each.users if _carries(each, product) else ())
+    return any(collective_of(reader) is not None for reader in readers)
+
+
 def _is_product(node: Node) -> bool:
     return node.target in _PRODUCTS and len(node.args) == 2  # no bias, which would be scaled too
 
@@ -144,10 +156,10 @@ def _scaled(node: Node, x: Node, name: str) -> Node:
     about = {"chunk": node.meta["chunk"]} if "chunk" in node.meta else {}
     if "placement" in x.meta:
         about["placement"] = x.meta["placement"]
+    args = x, node.args[1]
     return make_call(
-        node.graph, node.target, (x, node.args[1]), like=node, origin=Pass.SCALE, name=name,
-        meta=about,
-    )  # fmt: skip
+        node.graph, node.target, args, like=node, origin=Pass.SCALE_PRODUCTS, name=name, meta=about
+    )
 
 
 def _size(node: Node) -> int:

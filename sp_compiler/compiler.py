@@ -6,8 +6,8 @@ Passes in parentheses run only where an option asks for them::
                       (loss_only, expert_parallel, half_batches),
                       outline                                     ``to_program``
     one rank's part   shard, check                                ``Compilation._run_passes``
-    each region       (fuse_attention), joint, simplify, chunk, scale, tag, partition,
-                      (split_backward), (overlap), check, (async_tp), codegen
+    each region       (fuse_attention), joint, simplify, chunk, scale_products, tag,
+                      partition, (split_backward), (overlap), check, (async_tp), codegen
 
 - export: one flat graph of ATen operators, by torch.export; normalize: one spelling for what
   models write in several ways, dropout by a counter;
@@ -21,7 +21,7 @@ Passes in parentheses run only where an option asks for them::
 - joint: forward and backward in one graph; simplify: equal casts once, in front of gathers,
   without what differentiating left behind, and with copies for kernels that read in order;
 - chunk: loss head in chunks of rows, attention in chunks of queries: neither exists as a whole;
-- scale: what is small, not what is large; kernels that are fused scale on the way;
+- scale_products: what is small, not what is large; kernels that are fused scale on the way;
 - tag: save or recompute, per node; partition: cut the joint graph by the tags, sums in place;
 - split_backward: gradients of weights apart, for pipelines; overlap: compute under collectives;
 - async_tp: products that compute while their rows are on their way;
@@ -290,7 +290,7 @@ class Compilation:
             ways = run.once(Pass.CHUNK, chunk, joint, tp, *options.chunk_counts, region=name)
             chunked[name] = ways
         for way in () if options.fuses else [way for ways in chunked.values() for way in ways]:
-            run.once(Pass.SCALE, scale_smaller, way, region=way.name)
+            run.once(Pass.SCALE_PRODUCTS, scale_smaller, way, region=way.name)
         # From here on per memory setting: a policy writes tags, the partitioner acts on them.
         wanted = partition_options(program, options)
         tagged = self._tag(program, chunked, wanted, options, state_bytes)

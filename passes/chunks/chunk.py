@@ -82,7 +82,7 @@ def chunk(
     attention_counts: Sequence[int] | None = (1,),
 ) -> list[JointGraph]:
     """Return copies of ``joint`` with its loss heads and attention in different numbers of chunks,
-    the fewest first.
+    the fewest first; ``joint`` itself is the one of which nothing is cut.
 
     Args:
         joint: simplified, not tagged yet; not modified.

@@ -75,7 +75,12 @@ _SPLITS = (_aten.split.Tensor, _aten.chunk.default, _aten.unsafe_split.Tensor)
 _REWRITTEN = frozenset((*REWRITTEN, *_RESHAPES, *_COPIES, *_SPLITS))
 
 
-def normalize(captured: Captured, dropout: Literal["regenerate", "stored"] = "regenerate") -> None:
+def normalize(
+    captured: Captured,
+    dropout: Literal["regenerate", "stored"] = "regenerate",
+    *,
+    spelled_out: bool = False,
+) -> None:
     """Rewrite the graph of ``captured`` in place; a second run changes nothing.
 
     The module's code is not regenerated: nothing runs it.
@@ -83,6 +88,7 @@ def normalize(captured: Captured, dropout: Literal["regenerate", "stored"] = "re
     Args:
         captured: a fresh capture.
         dropout: ``"regenerate"`` emits ``sp_compiler.dropout``, ``"stored"`` a mask and its use.
+        spelled_out: leave activation functions that are spelled out.
 
     Raises:
         UnsupportedError: random numbers that cannot be drawn by the counter-based generator.
@@ -101,7 +107,8 @@ def normalize(captured: Captured, dropout: Literal["regenerate", "stored"] = "re
     _canonical_views(graph)
     _splits_with_sizes(graph)
     make_dims_negative(graph)
-    name_activations(graph)
+    if not spelled_out:
+        name_activations(graph)
     # Before rules see them, or a fused projection would be sharded across q, k and v.
     split_packed(graph)
     split_slices(graph)

@@ -10,8 +10,9 @@ GPT-2's takes eight passes over memory forward and more backward, which reads fi
 the operator takes one each, and backward reads ``x``.
 
 There are many spellings, so chains of elementwise operators of one tensor are compared by what they
-compute, in float64, at points of all magnitudes. The functions are smooth, and so are their
-derivatives: what agrees there is the same function, for the dtype of the tensor.
+compute, in float64, at points of all magnitudes. Of smooth operators alone, for a clamp is seen
+only beyond its bound: what agrees is then the same function, for the dtype of the tensor, and has
+the same derivative.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from sp_compiler.base.pass_report import Pass
-from sp_compiler.ir.op_traits import draws, is_tagged_pointwise
 from sp_compiler.ir.rewriting import insert_call, replace_with
 from sp_compiler.ir.symbolic import is_open, same_shape
 
@@ -40,6 +40,13 @@ _ACTIVATIONS: tuple[tuple[Any, Mapping[str, Any]], ...] = (
     (_aten.silu.default, {}),
     (_aten.mish.default, {}),
 )
+# What formulas of activation functions are made of.
+_SMOOTH = frozenset({
+    _aten.add.Tensor, _aten.sub.Tensor, _aten.rsub.Scalar, _aten.mul.Tensor, _aten.div.Tensor,
+    _aten.neg.default, _aten.reciprocal.default, _aten.square.default, _aten.sqrt.default,
+    _aten.pow.Tensor_Scalar, _aten.exp.default, _aten.log.default, _aten.log1p.default,
+    _aten.tanh.default, _aten.erf.default, _aten.sigmoid.default, _aten.softplus.default,
+})  # fmt: skip
 _MOST_OPERATORS = 12  # in a chain; the longest spelling that is known has eight
 
 
@@ -49,7 +56,7 @@ def name_activations(graph: Graph) -> None:
     known: dict[str, int | None] = {}
     # From the end, so that a chain is met whole, before its parts, which are gone afterwards.
     for node in reversed(list(graph.nodes)):
-        if not node.users or not _is_elementwise(node) or not _is_floating(node):
+        if not node.users or not _is_smooth(node) or not _is_floating(node):
             continue
         for source, chain in _chains(node, positions):
             key = _text(source, chain)
@@ -78,15 +85,15 @@ def _chains(end: Node, positions: Mapping[Node, int]) -> Iterator[tuple[Node, li
             return
         if len(sources) == 1 and len(chain) > 1:
             yield latest, chain
-        if not _is_elementwise(latest):
+        if not _is_smooth(latest):
             return
         if not latest.users.keys() <= set(chain):
             return
         chain.append(latest)
 
 
-def _is_elementwise(node: Node) -> bool:
-    if node.op != "call_function" or not is_tagged_pointwise(node) or draws(node):
+def _is_smooth(node: Node) -> bool:
+    if node.target not in _SMOOTH:
         return False
     # Computing with an open size would record that it is the example's.
     return not any(map(is_open, tree_leaves((node.args, node.kwargs))))

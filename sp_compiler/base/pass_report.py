@@ -44,7 +44,7 @@ class Pass(StrEnum):
     JOINT = "joint"
     SIMPLIFY = "simplify"
     CHUNK = "chunk"
-    SCALE = "scale"
+    SCALE_PRODUCTS = "scale_products"
     TAG = "tag"
     PARTITION = "partition"
     SPLIT_BACKWARD = "split_backward"

@@ -72,7 +72,8 @@ def run_user_pass(captured: Captured, user_pass: UserPass, dropout: Dropout) -> 
             raise PassError(name, f"a {node.op} node; expected calls of ATen operators alone", node)
     _check_outputs(name, module.graph, before[1])
     try:
-        normalize(captured, dropout)
+        # A function that the pass has spelled out, it wants so.
+        normalize(captured, dropout, spelled_out=True)
     except Exception as error:
         raise PassError(name, f"cannot be normalized: {error}") from error
     _check_outputs(name, module.graph, before[1])

@@ -58,11 +58,6 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor runs its local operators through here again
-        # In inference mode composites come here whole: what they make on the way counts as well.
-        with self:
-            result = func.decompose(*args, **(kwargs or {}))
-        if result is not NotImplemented:
-            return result
         result = func(*args, **(kwargs or {}))
         namespace, _, name = func._schema.name.partition("::")
         if namespace in {"_c10d_functional", "c10d"} and name in _COLLECTIVES:

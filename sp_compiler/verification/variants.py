@@ -41,7 +41,7 @@ from sp_compiler.verification.interpret import (
     StepCode,
 )
 
-_JOINT = (Pass.JOINT, Pass.SIMPLIFY, Pass.CHUNK, Pass.SCALE)
+_JOINT = (Pass.JOINT, Pass.SIMPLIFY, Pass.CHUNK, Pass.SCALE_PRODUCTS)
 _DIVIDED = (Pass.PARTITION, Pass.SPLIT_BACKWARD, Pass.OVERLAP, Pass.ASYNC_TP)
 
 

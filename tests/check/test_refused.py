@@ -27,7 +27,7 @@ class TwiceUsed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.nn.functional.gelu(self.up(x))
-        return self.down(hidden * torch.sigmoid(hidden))
+        return self.down(hidden * torch.tanh(hidden))
 
 
 def test_the_nearest_operator_of_a_refused_sum_runs_replicated(

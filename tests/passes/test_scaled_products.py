@@ -10,9 +10,11 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from sp_compiler.base.pass_report import Pass, PassReport, reporting
+from sp_compiler.ops.convert import CONVERT
 from sp_compiler.passes.scaled_products import scale_smaller
 from sp_compiler.trace.joint import JointGraph
 
+convert = CONVERT.overload
 # Queries, keys and a gradient of the scores: of two heads 3 wide, and of 16 tokens.
 _generator = torch.Generator().manual_seed(0)
 Q, K, G = (
@@ -79,6 +81,10 @@ NEAR_MISSES: dict[str, Callable[..., Tensor]] = {
     "product that is read twice": lambda q, k, g: _read_twice(torch.bmm(q, k)),
     "view that is read twice": lambda q, k, g: _read_twice(torch.bmm(q, k).view(-1)),
     "quotient rounded down": lambda q, k, g: torch.div(torch.bmm(q, k), 3, rounding_mode="floor"),
+    "factor of 16 bits": lambda q, k, g: _scored(q.half(), k.half()),
+    "rows of the product": lambda q, k, g: torch.bmm(q, k)[:1] * 0.3,
+    "gathered factor": lambda q, k, g: torch.mm(convert(q[0], "S(0)", "R", 2), k[0]) * 0.3,
+    "partial results": lambda q, k, g: convert(torch.mm(g[0].exp() * 0.3, q[0]), "P", "S(0)", 2),
     "part of the product, which a view could not read": lambda q, k, g: (
         torch.bmm(q, k)[:, :, :9] * 0.3
     ),
@@ -104,7 +110,7 @@ def _squared(x: Tensor) -> Tensor:
 def _moved(graph: fx.Graph, first: str = "call") -> PassReport:
     """Run the pass on a region whose first input is of this kind."""
     joint = JointGraph(graph, 3, 1, (), (first, "call", "call"), "Region")
-    with reporting(PassReport(Pass.SCALE)) as report:
+    with reporting(PassReport(Pass.SCALE_PRODUCTS)) as report:
         scale_smaller(joint)
     return report
 

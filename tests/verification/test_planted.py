@@ -42,7 +42,7 @@ FUNCTIONS = {
     Pass.JOINT: "trace_joint",
     Pass.SIMPLIFY: "simplify",
     Pass.CHUNK: "chunk",
-    Pass.SCALE: "scale_smaller",
+    Pass.SCALE_PRODUCTS: "scale_smaller",
     Pass.TAG: "tag_program",
     Pass.PARTITION: "partition",
     Pass.SPLIT_BACKWARD: "split_backward",

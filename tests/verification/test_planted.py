@@ -55,6 +55,8 @@ OPTIONS: dict[Pass, dict[str, Any]] = {
     Pass.LOSS_ONLY: {"loss_only": True},
     Pass.HALF_BATCHES: {"half_batches": True},
     Pass.CHUNK: {"loss_chunks": 2},
+    # What is gathered for a product is not scaled.
+    Pass.SCALE_PRODUCTS: {"sequence_parallel": False},
     Pass.SPLIT_BACKWARD: {"split_backward": True},
     Pass.ASYNC_TP: {"async_tp": True},
 }

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 
 from sp_compiler.base.placement import Placement
-from sp_compiler.ir.fx import arguments, placements_of, tensor_operands
+from sp_compiler.ir.fx import arguments, placements_of, reach, tensor_operands
 from sp_compiler.ir.op_traits import FUSED_ATTENTION
 from sp_compiler.ops.async_products import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
 from sp_compiler.ops.convert import CONVERT, CONVERT_IN_PLACE
@@ -41,6 +41,7 @@ from sp_compiler.rules.registry import result_values
 from sp_compiler.rules.table import is_pointwise, rule_for
 
 aten = torch.ops.aten
+_BEFORE_PRODUCTS = (aten.slice.Tensor, aten.mul.Tensor, aten.div.Tensor)
 
 Shape = tuple[Dim, ...]
 
@@ -179,9 +180,9 @@ def _unsqueezed(node: Node, operands: Sequence[Shape]) -> list[Shape]:
 
 
 def _view(node: Node, operands: Sequence[Shape]) -> list[Shape]:
-    # For a product by batches, or for its chunks of rows, whatever is left of rows and columns is
-    # one dim.
-    readers = [node, *(user for user in node.users if user.target is aten.slice.Tensor)]
+    # For a product by batches, in chunks of rows or scaled in front of it, whatever is left of rows
+    # and columns is one dim.
+    readers = reach([node], lambda each: (x for x in each.users if x.target in _BEFORE_PRODUCTS))
     batches = any(user.target is aten.bmm.default for each in readers for user in each.users)
     placement = node.meta.get("placement")
     sharded = placement.dim if placement is not None and placement.kind == "S" else None

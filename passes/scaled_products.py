@@ -39,6 +39,10 @@ _aten = torch.ops.aten
 _TIMES = (_aten.mul.Tensor, _aten.mul.Scalar)
 _OVER = (_aten.div.Tensor, _aten.div.Scalar)
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+# Elements of a result worth it: for less, another operator costs more than the pass over memory.
+# On one core a model of hidden 64 was 2 % slower with its 32,768 scores scaled so, and one of
+# hidden 256 with 2 million 5 % faster.
+LEAST_ELEMENTS = 1 << 18
 # Both factors are tensors, and nothing is added to the product.
 _PRODUCTS = (_aten.mm.default, _aten.bmm.default, _aten.linear.default)
 
@@ -75,7 +79,8 @@ def _shrinks(node: Node) -> bool:
     value, given = node.meta["val"], source.meta["val"]
     # In float16 the numbers of a small factor lose digits, and gradients are scaled up to just
     # below the largest.
-    return is_small and value.dtype in _DTYPES and value.dtype == given.dtype
+    is_floating = value.dtype in _DTYPES and value.dtype == given.dtype
+    return is_small and is_floating and _size(node) >= LEAST_ELEMENTS
 
 
 def _scale_factor(node: Node, weights: Container[Node]) -> bool:

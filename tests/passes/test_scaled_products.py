@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from sp_compiler.base.pass_report import Pass, PassReport, reporting
 from sp_compiler.ops.convert import CONVERT
+from sp_compiler.passes import scaled_products
 from sp_compiler.passes.scaled_products import scale_smaller
 from sp_compiler.trace.joint import JointGraph
+from tests.helpers import parity
 
 convert = CONVERT.overload
 # Queries, keys and a gradient of the scores: of two heads 3 wide, and of 16 tokens.
@@ -107,6 +110,11 @@ def _squared(x: Tensor) -> Tensor:
     return torch.bmm(x, x.mT)
 
 
+@pytest.fixture(autouse=True)
+def _of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaled_products, "LEAST_ELEMENTS", 1)
+
+
 def _moved(graph: fx.Graph, first: str = "call") -> PassReport:
     """Run the pass on a region whose first input is of this kind."""
     joint = JointGraph(graph, 3, 1, (), (first, "call", "call"), "Region")
@@ -156,3 +164,29 @@ def test_weights_are_not_scaled() -> None:
     assert _moved(traced.graph, "param").rewrites == 0
     assert str(traced.graph) == before
     assert _moved(traced.graph).rewrites == 1
+
+
+def test_small_results_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced = make_fx(lambda q, k, g: _scored(q, k), tracing_mode="fake")(Q, K, G)
+    monkeypatch.setattr(scaled_products, "LEAST_ELEMENTS", 2 * 16 * 16 + 1)
+    assert _moved(traced.graph).rewrites == 0
+    monkeypatch.setattr(scaled_products, "LEAST_ELEMENTS", 2 * 16 * 16)
+    assert _moved(traced.graph).rewrites == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("gpt2", {"recompute": "none"}),
+        ("gpt2", {"recompute": "selective", "attention_chunks": 2}),
+        ("llama", {"recompute": "full"}),
+        ("encoder", {"sequence_parallel": False}),
+    ],
+)
+def test_models(name: str, options: dict[str, Any]) -> None:
+    """More tokens than a head has features, in all regions, and with dropout."""
+    case = parity.case(name, 2, 12, 0.1, layers=1)
+    program = parity.compiled(case, tp=2, **options)
+    (report,) = (each for each in program.reports if each.name == Pass.SCALE_PRODUCTS)
+    assert report.rewrites > 0
+    parity.assert_step(case, program)

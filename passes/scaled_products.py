@@ -22,7 +22,6 @@ Mutates the graph. Reads ``meta["val"]``.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Container
 
 import torch
@@ -32,7 +31,7 @@ from sp_compiler.base.pass_report import Pass, report_of
 from sp_compiler.ir.fx import reach, tensor_operands
 from sp_compiler.ir.op_traits import base, collective_of, is_pure_view
 from sp_compiler.ir.rewriting import make_call
-from sp_compiler.ir.symbolic import example_number, same_shape
+from sp_compiler.ir.symbolic import example_numel, same_shape
 from sp_compiler.trace.joint import JointGraph
 
 _aten = torch.ops.aten
@@ -117,8 +116,8 @@ def _scale_results(node: Node) -> None:
     reached = list(reach([node], lambda each: each.users if _carries(each, node) else ()))
     products = [each for each in reached if not _carries(each, node)]
     # A product of the tensor with itself would be scaled twice.
-    uses = Counter(x for each in products for x in tensor_operands(each) if x in reached)
-    if not products or not all(map(_is_product, products)) or len(products) != uses.total():
+    num_uses = sum(x in reached for each in products for x in tensor_operands(each))
+    if not products or not all(map(_is_product, products)) or len(products) != num_uses:
         return
     if sum(map(_size, products)) >= _size(node):
         return
@@ -168,5 +167,4 @@ def _scaled(node: Node, x: Node, name: str) -> Node:
 
 
 def _size(node: Node) -> int:
-    """Number of elements in the example."""
-    return math.prod(map(example_number, node.meta["val"].shape))
+    return example_numel(node.meta["val"])

@@ -25,7 +25,6 @@ attention what is at most half as large.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -44,7 +43,7 @@ from sp_compiler.ir.fx import (
     tensor_operands,
 )
 from sp_compiler.ir.op_traits import matmul_factors
-from sp_compiler.ir.symbolic import example_number
+from sp_compiler.ir.symbolic import example_number, example_numel
 from sp_compiler.passes.chunks.row_rules import DROPOUTS, RowDims, row_dims
 from sp_compiler.trace.joint import JointGraph
 
@@ -240,4 +239,4 @@ _OF_ATTENTION = ((torch.ops.aten._softmax.default,), DROPOUTS)
 
 def _numel(node: Node) -> int:
     value = node.meta["val"]
-    return math.prod(map(example_number, value.shape)) if isinstance(value, Tensor) else 0
+    return example_numel(value) if isinstance(value, Tensor) else 0

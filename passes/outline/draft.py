@@ -57,7 +57,7 @@ class Draft:
 
 
 def draft_region(
-    piece: Piece, refs: dict[Node, Ref], outputs: list[Node], *, is_trained: bool = True
+    piece: Piece, refs: dict[Node, Ref], outputs: list[Node], *, is_trained: bool
 ) -> tuple[Draft, list[Node]]:
     """Return the region of one piece and its inputs, nodes of the flat graph, in order.
 

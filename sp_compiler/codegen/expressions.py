@@ -23,7 +23,7 @@ from sp_compiler.codegen.idioms import RESHAPES, Idioms
 from sp_compiler.codegen.spelling import BINDS, FUNCTIONS, INFIX, METHODS
 from sp_compiler.ir.fx import arguments
 from sp_compiler.ir.op_traits import conversion_of, is_started, writes
-from sp_compiler.ir.symbolic import SYMBOLIC, example_number, is_open, plain, text
+from sp_compiler.ir.symbolic import SYMBOLIC, example_numel, is_open, plain, text
 from sp_compiler.ops.convert import CONVERSIONS
 from sp_compiler.ops.registry import operator_of
 
@@ -171,7 +171,7 @@ class Printer:
         sizes = [self.value(size) for size in node.meta["val"].shape]
         # -1 stands for rows of tokens: other batches than that of the example run too. Without
         # elements torch cannot tell what it is.
-        if sizes and math.prod(map(example_number, node.meta["val"].shape)):
+        if sizes and example_numel(node.meta["val"]):
             sizes[0] = "-1"
         source = node.args[0]
         # Of a chain of reshapes only the last matters; a copy between them is made by it.

@@ -16,7 +16,6 @@ communication computes them before the cut.
 from __future__ import annotations
 
 import itertools
-import math
 import operator
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
@@ -43,7 +42,7 @@ from sp_compiler.ir.op_traits import (
     is_view,
     is_wait,
 )
-from sp_compiler.ir.symbolic import example_number
+from sp_compiler.ir.symbolic import example_number, example_numel
 from sp_compiler.ops.registry import operator_of
 
 aten = torch.ops.aten
@@ -377,4 +376,4 @@ def _kept_bytes(node: Node) -> int:
 
 def _bytes(value: object) -> int:
     leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-    return sum(math.prod(map(example_number, leaf.shape)) * leaf.element_size() for leaf in leaves)
+    return sum(example_numel(leaf) * leaf.element_size() for leaf in leaves)

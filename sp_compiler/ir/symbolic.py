@@ -247,6 +247,11 @@ def example_number(value: Any) -> Any:
     return value
 
 
+def example_numel(value: Tensor) -> int:
+    """Return the number of elements of the example's tensor, without recording."""
+    return math.prod(map(example_number, value.shape))
+
+
 def is_open(value: Any) -> bool:
     """Return whether ``value`` is a number that depends on the sizes of a call."""
     return isinstance(plain(value), SYMBOLIC)

@@ -31,19 +31,18 @@ from torch.fx import Graph, Node
 
 from sp_compiler.base.pass_report import Pass, report_of
 from sp_compiler.ir.fx import arguments
-from sp_compiler.ir.op_traits import is_returned, is_view
+from sp_compiler.ir.op_traits import RESHAPES, is_returned, is_view
 from sp_compiler.ir.rewriting import erase_dead, make_like, merge_equal
 from sp_compiler.ir.symbolic import example_number, is_open, plain, same_shape
 
 aten = torch.ops.aten
 
-_RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _PRODUCTS = (aten.mm.default, aten.linear.default)
 # With 1 as the second operand they compute what they are given, to the bit. A sum with 0 does not:
 # it turns -0.0 into 0.0.
 _KEEPS_NUMBERS = (aten.mul.Tensor, aten.div.Tensor, aten.pow.Tensor_Scalar)
 # Views that are the identity if they keep the shape; a transpose may keep it and move the elements.
-_KEEPS_ORDER = (*_RESHAPES, aten.expand.default, aten.slice.Tensor)
+_KEEPS_ORDER = (*RESHAPES, aten.expand.default, aten.slice.Tensor)
 
 
 def simplify(graph: Graph) -> None:
@@ -67,7 +66,7 @@ def simplify(graph: Graph) -> None:
 
 def _view_of_view(node: Node) -> Node | None:
     """``view(view(x, a), b)`` -> ``view(x, b)``."""
-    if node.target not in _RESHAPES or node.args[0].target not in _RESHAPES:
+    if node.target not in RESHAPES or node.args[0].target not in RESHAPES:
         return None
     # The check of placements derives the result of each view: it could not follow one step that
     # changes the dim that the shard is a part of.
@@ -106,7 +105,7 @@ def _dims(node: Node) -> set[int]:
 
 def _sum_then_squeeze(node: Node) -> Node | None:
     """``view(sum(x, dims, True), s)`` -> ``sum(x, dims)`` where ``s`` has those dims dropped."""
-    total = node.args[0] if node.target in _RESHAPES else None
+    total = node.args[0] if node.target in RESHAPES else None
     if total is None or total.target is not aten.sum.dim_IntList or len(total.users) > 1:
         return None
     call = arguments(total)
@@ -127,7 +126,7 @@ def _fuse_bias(node: Node) -> Node | None:
     if not all(isinstance(arg, Node) for arg in node.args[:2]):
         return None
     for product, bias in (node.args[:2], node.args[1::-1]):  # the sum may have either order
-        matmul = product.args[0] if product.target in _RESHAPES else product
+        matmul = product.args[0] if product.target in RESHAPES else product
         if _is_biased_product(product, matmul, bias):
             # Another user needs the product without the bias: it would be computed twice.
             if len(product.users) == len(matmul.users) == 1:
@@ -260,7 +259,7 @@ def _views_behind_cat(node: Node) -> Node | None:
 
 
 def _is_own_view(node: Node) -> bool:
-    is_plain = node.target in _RESHAPES and not node.meta.get("relabels")
+    is_plain = node.target in RESHAPES and not node.meta.get("relabels")
     return is_plain and len(node.users) == 1
 
 

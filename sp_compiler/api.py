@@ -221,7 +221,6 @@ def pipeline(  # noqa: PLR0913 - all by keyword, each described below
         tables_apart=True,  # every stage computes masks and rotary tables by itself
         split_backward=plan.delays_weights,
     )
-    plan.check_backend(checked.backend)
     checked.refuse_device_memory("pipeline")
     require_memory(checked.recompute_rest, memory)
     wishes_of(checked.hints, parameters_of(model))
@@ -384,7 +383,6 @@ def plan(  # noqa: PLR0913 - all by keyword, each described below
         checked.refuse_device_memory("grid")
         on_grid = GridOptions(grid, **of_grid, recompute_rest=checked.recompute_rest)
         scheduled, per_rank = on_grid.stages()
-        scheduled.check_backend(checked.backend)
         split, staged = scheduled.delays_weights, grid.pp > 1
         check_layers(model, args, kwargs, grid.pp * per_rank)
         checked = replace(checked, loss_only=staged, tables_apart=staged, split_backward=split)

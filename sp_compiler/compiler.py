@@ -16,12 +16,12 @@ Passes in parentheses run only where an option asks for them::
 - half_batches: layers on two halves of the batch, for overlap in forward;
 - outline: the graph as calls of distinct regions, equal layers sharing one;
 - shard: a placement for every value, and collectives between placements that differ;
-- check: placements derived again, by rules of its own, and calls compared with the model's;
+- check: placements derived again from the graphs, and calls compared with the model's;
 - fuse_attention: attention that is spelled out as one operator, on a GPU;
 - joint: forward and backward in one graph; simplify: equal casts once, in front of gathers,
   without what differentiating left behind, and with copies for kernels that read in order;
 - chunk: loss head in chunks of rows, attention in chunks of queries: neither exists as a whole;
-- scale_products: what is small, not what is large; kernels that are fused scale on the way;
+- scale_products: factors applied to the smaller tensor, not with Inductor, which fuses them;
 - tag: save or recompute, per node; partition: cut the joint graph by the tags, sums in place;
 - split_backward: gradients of weights apart, for pipelines; overlap: compute under collectives;
 - async_tp: products that compute while their rows are on their way;
@@ -82,7 +82,7 @@ from sp_compiler.passes.memory_order import order_memory
 from sp_compiler.passes.normalize import normalize
 from sp_compiler.passes.outline import outline
 from sp_compiler.passes.overlap import overlap_collectives
-from sp_compiler.passes.scaled_products import scale_smaller
+from sp_compiler.passes.scale_products import scale_products
 from sp_compiler.passes.sharding.explain import explain
 from sp_compiler.passes.sharding.shard import Sharded, shard
 from sp_compiler.passes.simplify import simplify
@@ -257,8 +257,8 @@ class Compilation:
             try:
                 return self._run_passes(setting)
             except PlacementError as error:
-                # The check has rules of its own, written apart from the sharding rules. Where the
-                # two disagree, the operator runs replicated and sharding starts over around it.
+                # The typing rules of spmd_types are not the sharding rules. Where the two disagree,
+                # the operator runs replicated and sharding starts over around it.
                 operator = refused_operator(self._program, error, self._replicated)
                 if operator is None or setting.tp == 1:
                     raise
@@ -290,7 +290,7 @@ class Compilation:
             ways = run.once(Pass.CHUNK, chunk, joint, tp, *options.chunk_counts, region=name)
             chunked[name] = ways
         for way in () if options.fuses else [way for ways in chunked.values() for way in ways]:
-            run.once(Pass.SCALE_PRODUCTS, scale_smaller, way, region=way.name)
+            run.once(Pass.SCALE_PRODUCTS, scale_products, way, region=way.name)
         # From here on per memory setting: a policy writes tags, the partitioner acts on them.
         wanted = partition_options(program, options)
         tagged = self._tag(program, chunked, wanted, options, state_bytes)

@@ -23,6 +23,7 @@ from torch.fx.node import map_arg
 
 from sp_compiler.base.pass_report import Pass
 from sp_compiler.ir.fx import arguments, is_call, placements_of, shape_of, tensor_operands
+from sp_compiler.ir.op_traits import RESHAPES
 from sp_compiler.ir.rewriting import copy_call, fake_value, make_like
 from sp_compiler.ir.symbolic import is_open
 from sp_compiler.passes.chunks.row_rules import factors_of
@@ -33,7 +34,6 @@ from sp_compiler.rules.strategies import Offers, Strategy, strategies
 from sp_compiler.rules.table import local_call
 
 aten = torch.ops.aten
-_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 def flatten_rows(graph: Graph, products: Collection[Node]) -> None:
@@ -46,7 +46,7 @@ def flatten_rows(graph: Graph, products: Collection[Node]) -> None:
     # In graph order: behind a flattened operator stands a view, which its readers then see.
     for node in list(graph.nodes):
         views = [x for x in node.all_input_nodes if _rows_of(x) in shapes]
-        if node.op != "call_function" or node.target in _VIEWS or not views:
+        if node.op != "call_function" or node.target in RESHAPES or not views:
             continue
         if _sums_tokens(node):
             _flatten_sum(node)
@@ -60,7 +60,7 @@ def flatten_rows(graph: Graph, products: Collection[Node]) -> None:
 
 def _rows_of(node: Node) -> tuple[int, ...] | None:
     """Return the shape of the rows (b * s, v) that ``node`` is a view (b, s, v) of."""
-    if node.target not in _VIEWS:
+    if node.target not in RESHAPES:
         return None
     rows, shape = shape_of(node.args[0]), shape_of(node)
     # Open sizes, which cannot be looked up, are of other values than those to be cut.

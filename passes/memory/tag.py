@@ -5,9 +5,10 @@ what is saved); ``meta["recompute_reason"]`` is the reason in a few words. The p
 the tags. Under a budget, ``"offload"`` saves a value in the host's memory, and inputs of the region
 may have this tag too.
 
-Under every policy, views, gathered values, constants, casts of parameters and identity conversions
-are recomputed, and results of operators that communicate internally are saved. The rest is decided
-by one of :mod:`sp_compiler.passes.memory.policies`.
+Under every policy, views, gathered values, shards of whole values, constants, casts of parameters
+and identity conversions are recomputed, results of operators that communicate internally are saved,
+and values in chunks are tagged as :mod:`sp_compiler.passes.chunks.chunk` says. The rest is decided by
+one of :mod:`sp_compiler.passes.memory.policies`.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ GPT-2's takes eight passes over memory forward and more backward, which reads fi
 the operator takes one each, and backward reads ``x``.
 
 There are many spellings, so chains of elementwise operators of one tensor are compared by what they
-compute, in float64, at points of all magnitudes. Of smooth operators alone, for a clamp is seen
-only beyond its bound: what agrees is then the same function, for the dtype of the tensor, and has
-the same derivative.
+compute, in float64, at points of all magnitudes. Only smooth operators qualify: a clamp whose bound
+is beyond those points would go unnoticed. Chains that agree at all points are the same function in
+the dtype of the tensor, with the same derivative.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from sp_compiler.base.pass_report import Pass
+from sp_compiler.base.provenance import layer_of
 from sp_compiler.ir.rewriting import insert_call, replace_with
 from sp_compiler.ir.symbolic import is_open, same_shape
 
@@ -73,8 +74,11 @@ def name_activations(graph: Graph) -> None:
 
 
 def _chains(end: Node, positions: Mapping[Node, int]) -> Iterator[tuple[Node, list[Node]]]:
-    """Yield every node that ``end`` is a function of alone, with the operators between, latest
-    first, of which no other node reads any but ``end``."""
+    """Yield ``(source, chain)`` wherever ``end`` is a function of ``source`` alone.
+
+    The chain has the operators from ``end`` back to the source, within one layer. Only ``end`` is
+    read by other nodes.
+    """
     chain = [end]
     while len(chain) <= _MOST_OPERATORS:
         operands = {operand for node in chain for operand in node.all_input_nodes}
@@ -85,9 +89,9 @@ def _chains(end: Node, positions: Mapping[Node, int]) -> Iterator[tuple[Node, li
             return
         if len(sources) == 1 and len(chain) > 1:
             yield latest, chain
-        if not _is_smooth(latest):
+        if not _is_smooth(latest) or not latest.users.keys() <= set(chain):
             return
-        if not latest.users.keys() <= set(chain):
+        if layer_of(latest) != layer_of(end):  # layers stay apart, each a region of its own
             return
         chain.append(latest)
 

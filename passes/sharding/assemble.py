@@ -33,8 +33,7 @@ class Sharded:
 
     Attributes:
         param_placements: storage placement of every parameter: I or S.
-        output_placements: placement of each model output that a call produces; others are absent.
-        cost_us: the solver's objective.
+        cost_us: the solver's objective; 0 for one rank, where there is nothing to choose.
         paddable: (region, operator) of operators that could run with padding, and the number of
             units (heads) that would be padded, whatever was chosen.
         passed_over: see :class:`~sp_compiler.ir.compiled_program.CompiledProgram`.
@@ -42,8 +41,7 @@ class Sharded:
 
     program: Program
     param_placements: dict[str, Placement]
-    output_placements: dict[int, Placement]
-    cost_us: float
+    cost_us: float = 0.0
     paddable: dict[tuple[str, str], int] = field(default_factory=dict)
     passed_over: Mapping[tuple[str, str], PassedOver | None] = field(default_factory=dict)
 
@@ -103,12 +101,8 @@ def assemble(
         lowered[id(source)] = lower(source, facts[i], chosen, inputs, outputs, example, world_size)
     calls = [Call(lowered[id(call.region)], call.path, call.args) for call in opened.calls]
     params = {name: choices.placed[subject] for name, subject in problem.parameters.items()}
-    results = {
-        index: calls[ref.index].region.output_placements[ref.output]
-        for index, ref in program.call_outputs.items()
-    }
     paddable = _paddable(program, problem, world_size)
-    return Sharded(replace(opened, calls=calls), params, results, 0.0, paddable)
+    return Sharded(replace(opened, calls=calls), params, paddable=paddable)
 
 
 def _paddable(program: Program, problem: Problem, world_size: int) -> dict[tuple[str, str], int]:
@@ -143,8 +137,7 @@ def assemble_unsharded(
         lowered[id(source)] = lower(source, values, chosen, inputs, outputs, example, 1)
     calls = [Call(lowered[id(call.region)], call.path, call.args) for call in opened.calls]
     names = [ref.name for call in calls for ref in call.args if ref.kind == "param"]
-    results = dict.fromkeys(program.call_outputs, I)
-    return Sharded(replace(opened, calls=calls), dict.fromkeys(names, I), results, 0.0)
+    return Sharded(replace(opened, calls=calls), dict.fromkeys(names, I))
 
 
 def lower(

@@ -44,8 +44,12 @@ from sp_compiler.trace.joint import JointGraph
 
 aten = torch.ops.aten
 
-# Names that the generated code has for something else.
-RESERVED = frozenset({"F", "device", "math", "recomputed", "saved", "saved_before", "torch", "tp"})
+# Names that generated code uses itself: modules, arguments, and the tuples that its functions pass
+# on (see :mod:`.module_text`).
+RESERVED = frozenset({
+    "F", "device", "math", "torch", "tp",
+    "recomputed", "recomputed_before", "rest", "rest_behind", "saved", "saved_before",
+})  # fmt: skip
 # Names that say nothing about the value; the module's is better where there is one.
 _POOR = frozenset({"out", "output", "outputs", "res", "result", "ret", "temp", "tmp"})
 _TRANSPOSES = frozenset({aten.t.default, aten.transpose.int, aten.permute.default})

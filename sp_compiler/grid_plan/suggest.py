@@ -77,8 +77,7 @@ def suggest(  # noqa: PLR0913 - all by keyword, each described below
             device's memory for its context, libraries and fragmentation.
         microbatches: number of microbatches per step on all devices together: the global batch size
             divided by the example's.
-        schedules: schedules to choose from, named as for :func:`pipeline`; those that ``backend=``
-            cannot run are left out.
+        schedules: schedules to choose from, named as for :func:`pipeline`.
         bytes_per_parameter: as for :func:`plan`.
         gpus_per_node: as for :func:`plan`; no grid has more tensor-parallel ranks.
         top: number of plans to return.
@@ -102,15 +101,12 @@ def suggest(  # noqa: PLR0913 - all by keyword, each described below
     policies = [options["recompute"]] if "recompute" in options else every
     # Nodes are divided evenly: a group across two nodes would send over the network.
     widths = [tp for tp in range(1, gpus_per_node + 1) if gpus_per_node % tp == gpus % tp == 0]
-    backend = options.get("backend", "eager")
-    runnable = [name for name in dict.fromkeys(schedules) if SCHEDULES[name].runs_on(backend)]
-    if not runnable:
-        SCHEDULES[schedules[0]].check_backend(backend)  # raises, with the reason
-    settings = _settings(widths, policies, runnable, options)
+    schedules = list(dict.fromkeys(schedules))
+    settings = _settings(widths, policies, schedules, options)
     # Raise before the model is captured.
     settings[0].refuse_device_memory("suggest")
     wishes_of(settings[0].hints, parameters_of(model))
-    search = _Search(memory_bytes, top, runnable)
+    search = _Search(memory_bytes, top, schedules)
     programs = build_settings(model, args, kwargs, settings)
     for compile_options, compiled in zip(settings, programs, strict=True):
         in_stages, plan = compile_options.loss_only, compiled.plan

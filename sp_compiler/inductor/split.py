@@ -47,6 +47,8 @@ _NOT_FUSED = _PRODUCTS | frozenset({
     "select", "contiguous", "detach",
 })
 # fmt: on
+# Operators that generated code writes as symbols.
+_SYMBOLS = (ast.BinOp, ast.Compare)
 # With one operator alone Inductor runs the same kernel at the price of one call more.
 _LEAST_OPERATORS = 2
 
@@ -163,7 +165,7 @@ def _is_compiled(node: ast.stmt, products: bool) -> bool:
     if not isinstance(node, ast.Assign):
         return False
     calls = [each for each in ast.walk(node.value) if isinstance(each, ast.Call)]
-    computes = calls or any(isinstance(each, ast.BinOp) for each in ast.walk(node.value))
+    computes = calls or any(isinstance(each, _SYMBOLS) for each in ast.walk(node.value))
     if not products and any(_name(call) in _PRODUCTS for call in calls):
         return False
     return bool(computes) and not any(map(_stays, calls))
@@ -189,7 +191,7 @@ def _stays(call: ast.Call) -> bool:
 def _operators(node: ast.stmt) -> Iterator[ast.expr]:
     """Return the operators that Inductor may fuse."""
     for each in ast.walk(node):
-        if isinstance(each, ast.BinOp):
+        if isinstance(each, _SYMBOLS):
             yield each
         elif isinstance(each, ast.Call):
             function = each.func

@@ -1,4 +1,8 @@
-"""Kinds of operators: the one table that passes use instead of naming operators themselves."""
+"""Kinds of operators that several passes ask for.
+
+What a single pass means by a kind (the products it can move, the views it sees through) is a table
+of that pass.
+"""
 
 from __future__ import annotations
 
@@ -84,6 +88,8 @@ FILLED = {
     aten.scalar_tensor.default: "s",
 }
 COPIES = frozenset({aten.clone.default, aten._to_copy.default})
+# The same elements in the same order, under another shape.
+RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 # torch tags ``where.self``, which these are made of.
 _POINTWISE_BY_PARTS = frozenset({aten.where.Scalar, aten.where.ScalarOther, aten.where.ScalarSelf})
 

@@ -64,19 +64,6 @@ class Schedule:
         lap, place = divmod(stage, num_ranks)
         return num_ranks - 1 - place if self.is_v and lap % 2 else place
 
-    def runs_on(self, backend: str) -> bool:
-        """Return whether ``backend=`` can run this schedule."""
-        # Inductor compiles a backward as one function: no part of it can wait.
-        return backend == "eager" or not self.delays_weights
-
-    def check_backend(self, backend: str) -> None:
-        """Raise ``UnsupportedError`` if ``backend=`` cannot run this schedule."""
-        if not self.runs_on(backend):
-            raise UnsupportedError(
-                f'schedule={self.name!r} takes backend="eager" in this version: others make no '
-                "function of gradients of weights alone"
-            )
-
     def make(self, stages: Sequence[Any], microbatches: int, loss: Callable[..., Tensor]) -> Any:
         """Return torch's schedule for these stages of this rank."""
         # Gradients are not scaled behind the schedule: that would scale what the user accumulated

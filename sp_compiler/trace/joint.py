@@ -29,7 +29,7 @@ from sp_compiler.base.errors import PassError
 from sp_compiler.base.pass_report import Pass, report_of
 from sp_compiler.base.python_text import identifier
 from sp_compiler.ir.fx import ancestors, carries_gradient
-from sp_compiler.ir.op_traits import RESULT_NAMES
+from sp_compiler.ir.op_traits import COPIES, RESULT_NAMES
 from sp_compiler.ir.program import Region
 from sp_compiler.ir.rewriting import copy_graph, erase_dead
 from sp_compiler.ir.snapshot import IN_CHUNKS
@@ -47,7 +47,6 @@ aten = torch.ops.aten
 # order of gradients and tangents would have to be guessed from their number.
 _SOURCE = "sp_source"
 _ALIASES = (aten.alias.default, aten.detach.default)
-_COPIES = (aten.clone.default, aten._to_copy.default)
 
 
 @dataclass
@@ -322,7 +321,7 @@ def _results(traced: fx.Graph) -> tuple[dict[int, fx.Node], dict[int, fx.Node]]:
 def _drop_no_ops(graph: fx.Graph) -> None:
     """Drop aliases and copies that keep dtype and layout: a functional graph needs none."""
     for node in list(graph.nodes):
-        if node.target in _ALIASES or (node.target in _COPIES and _copies_nothing(node)):
+        if node.target in _ALIASES or (node.target in COPIES and _copies_nothing(node)):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
             report_of(Pass.JOINT).rewrote(kind="copy dropped")

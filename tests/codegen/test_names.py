@@ -6,10 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sp_compiler.codegen.module_text import CompiledRegion
 from sp_compiler.codegen.names import ValueNames
 from sp_compiler.ir.program import Region
+from sp_compiler.passes.memory.partition import partition
+from sp_compiler.passes.memory.split_backward import split_backward
+from sp_compiler.passes.memory.tag import tag_recompute
 from tests.helpers.compiled_region import compile_region, differentiate
-from tests.helpers.regions import region_of, sp
+from tests.helpers.regions import TP1, random_inputs, region_of, sp
 
 X = torch.randn(4, 6)
 
@@ -119,6 +123,34 @@ def test_names_hide_nothing_that_the_code_uses() -> None:
     names = set(compiled.text.names.values())
     assert names.isdisjoint({"tp", "torch", "F", "saved", "device", "print", "aten_gelu_backward"})
     assert {"tp_", "saved_", "device_"} <= names
+
+
+class Passed(nn.Module):
+    """Locals with the names of the tuples that functions of a backward pass on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rest = torch.tanh(x)
+        rest_behind = torch.sigmoid(self.up(rest))
+        return self.down(rest_behind) * x
+
+
+def test_values_named_like_what_functions_pass_on() -> None:
+    region = region_of(Passed().double(), X.double())
+    joint = differentiate(region)
+    tag_recompute(joint, "none")
+    parts = split_backward(partition(joint), region.input_kinds)
+    compiled = CompiledRegion(region, parts, joint)
+    assert {"rest_", "rest_behind_"} <= set(compiled.text.names.values())
+    (y,), saved = compiled.code.forward(TP1, *random_inputs(region))
+    whole = compiled.code.backward(TP1, saved, y)
+    early, rest = compiled.code.backward_inputs(TP1, saved, y)
+    late = compiled.code.backward_weights(TP1, list(rest))
+    for expected, *found in zip(whole, early, late, strict=True):
+        assert [torch.equal(each, expected) for each in found if each is not None] == [True]
 
 
 class Gathered(nn.Module):

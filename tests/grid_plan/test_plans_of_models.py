@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sp_compiler.api import plan
-from sp_compiler.base.errors import ArgumentError, UnsupportedError
+from sp_compiler.base.errors import ArgumentError
 from sp_compiler.command_line.models import load
 from tests.helpers import expert_models
 from tests.helpers.shared_programs import shared_captures
@@ -83,9 +83,6 @@ def test_arguments_that_do_not_fit_each_other(model_and_inputs: tuple[Any, Any])
         ArgumentError, match="without a grid it is memory_budget= or device_memory="
     ):
         plan(*model_and_inputs, tp=2, recompute="auto", memory="1GiB")  # type: ignore[call-overload]
-    late = {"schedule": "zero_bubble", "backend": "inductor"}
-    with pytest.raises(UnsupportedError, match="schedule='zero_bubble' takes backend=\"eager\""):
-        plan(*model_and_inputs, mesh="2x2", microbatches=4, **late)  # type: ignore[call-overload]
     with pytest.raises(ArgumentError, match="returns no loss"):
         plan(zoo.build("gpt2_logits"), ((), zoo.inputs("gpt2_logits")), mesh="1x2", microbatches=2)
 

@@ -1,4 +1,4 @@
-"""Ranks whose compilers do not agree: none waits for ever, and all run the same."""
+"""Ranks whose compilers do not agree: none waits for ever, and all run the same; and pipelines."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor import config
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import sp_compiler
+from tests.helpers.calls_in_a_row import IDS, INPUTS, gpt, graphs_interpreted
 from tests.helpers.inductor import own_cache
 from tests.helpers.ranks import run_on_ranks
+from tests.helpers.rehearsal import run_rehearsed
 
 SAID = "runs as written"
 
@@ -102,3 +105,30 @@ def test_a_killed_compiler_and_a_cold_cache_on_one_rank(tmp_path: Path) -> None:
     for first, second in (killed, cold):
         for one, other in zip(first["steps"], second["steps"], strict=True):
             assert torch.equal(one["scale"], other["scale"])
+
+
+def _delayed_weights() -> tuple[int, str]:
+    """Number of functions for Inductor that compute weight gradients, and what does not run by it;
+    gradients of both backends are the same."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    grads = []
+    for schedule, backend in (("1f1b", "eager"), ("zero_bubble", "inductor")):
+        torch.manual_seed(0)
+        pipeline = sp_compiler.pipeline(
+            gpt(), mesh=mesh, example_inputs=((), INPUTS), microbatches=2,
+            schedule=schedule, backend=backend,
+        )  # fmt: skip
+        torch.manual_seed(2)  # of the masks
+        pipeline.step(input_ids=IDS, labels=IDS)
+        grads.append({name: each.grad for name, each in pipeline.named_parameters()})
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-12, atol=1e-14)
+    return pipeline.code.count("def backward_weights_"), "\n".join(_notes(pipeline))
+
+
+@pytest.mark.slow
+def test_a_pipeline_that_delays_weight_gradients() -> None:
+    with graphs_interpreted():
+        ranks = run_rehearsed(2, _delayed_weights)
+    for compiled, notes in ranks:
+        assert compiled > 0
+        assert not notes

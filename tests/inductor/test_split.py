@@ -112,11 +112,25 @@ def test_the_functions_are_not_cut_again() -> None:
         ("y = tp.shard(x, 'R', 'S(0)') * x", 1),
         ("y = tp.vocab_embedding(x, x, 8)", 0),  # looks at the ids
         ("y = tp.reduce(x, 'sum') * 2 + x", 0),
+        ("y = x == 3", 0),
+        ("y = (x == 3).to(x.dtype) * x", 1),
     ],
 )
 def test_what_is_worth_a_function(statement: str, functions: int) -> None:
     method = f"@staticmethod\ndef forward(tp, x, seed):\n    {statement}\n    return (y,), ()"
     assert len(split_method("Mlp", method, wrapped)) == functions + 1
+
+
+def test_a_comparison_does_not_part_two_functions() -> None:
+    method = """\
+@staticmethod
+def forward(tp, x):
+    h = torch.exp(x) * 2
+    mask = h > 1
+    y = torch.where(mask, h, x)
+    return (y,), ()"""
+    function, _ = split_method("Mlp", method, wrapped)
+    assert "    mask = h > 1\n    y = torch.where(mask, h, x)\n" in function
 
 
 def test_a_name_that_is_bound_anew_is_passed_and_returned() -> None:

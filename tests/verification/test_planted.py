@@ -22,7 +22,7 @@ from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.program import Region
 from sp_compiler.options import CompileOptions
 from sp_compiler.pass_manager.stages import graphs_of
-from sp_compiler.passes import fuse_attention, scaled_products
+from sp_compiler.passes import fuse_attention, scale_products
 from sp_compiler.passes.memory.tag_program import TaggedProgram
 from sp_compiler.verification import verify as verification
 from sp_compiler.verification.verify import VerifyReport, verify
@@ -42,7 +42,7 @@ FUNCTIONS = {
     Pass.JOINT: "trace_joint",
     Pass.SIMPLIFY: "simplify",
     Pass.CHUNK: "chunk",
-    Pass.SCALE_PRODUCTS: "scale_smaller",
+    Pass.SCALE_PRODUCTS: "scale_products",
     Pass.TAG: "tag_program",
     Pass.PARTITION: "partition",
     Pass.SPLIT_BACKWARD: "split_backward",
@@ -159,7 +159,7 @@ def test_the_pass_is_named(name: Pass, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(fuse_attention, "DEVICES", ("cpu",))
         build = _built
     if name == Pass.SCALE_PRODUCTS:  # which leaves small ones alone
-        monkeypatch.setattr(scaled_products, "LEAST_ELEMENTS", 1)
+        monkeypatch.setattr(scale_products, "LEAST_ELEMENTS", 1)
         build = _built
     right = build(**options)
     _plant(name, monkeypatch)

@@ -90,11 +90,12 @@ def _trace(parts: Partitioned, code: Any, world_size: int) -> str:
                 tangents = _inputs(parts.ahead.rest)[len(saved) + len(recomputed) :]
                 code.backward_rest(tp, saved, list(recomputed), *tangents)
                 code.backward_ahead(tp, saved, recomputed, saved, *tangents)
-            if parts.split is not None and parts.split.both is not None:
+            if parts.split is not None:
                 num_saved = len(parts.saved)
                 tangents = _inputs(parts.split.inputs)[num_saved:]
                 _, rest = code.backward_inputs(tp, saved, *tangents)
-                code.backward_behind(tp, saved, list(rest), *tangents)
+                if parts.split.both is not None:
+                    code.backward_behind(tp, saved, list(rest), *tangents)
                 code.backward_weights(tp, list(rest))
             if parts.loss is not None:
                 code.loss_backward(tp, saved, *_inputs(parts.loss.backward)[len(saved) :])

@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from sp_compiler.base.placement import Placement
 from sp_compiler.ir.fx import arguments, placements_of, reach, tensor_operands
-from sp_compiler.ir.op_traits import FUSED_ATTENTION
+from sp_compiler.ir.op_traits import FUSED_ATTENTION, RESHAPES
 from sp_compiler.ops.async_products import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
 from sp_compiler.ops.convert import CONVERT, CONVERT_IN_PLACE
 from sp_compiler.ops.registry import operator_of
@@ -321,12 +321,11 @@ def _attention(node: Node, operands: Sequence[Shape]) -> list[Shape]:
     return [(*query[:3], value[3]), query[:3]]
 
 
-VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 Special = Callable[[Node, Sequence[Shape]], list[Shape]]
 # What the sharding rules do not say: a rule has no dims of 1, no sums of parts and no padding, and
 # leaves out what it cannot shard.
 _SPECIAL: dict[Any, Special] = {
-    **dict.fromkeys(VIEWS, _view),
+    **dict.fromkeys(RESHAPES, _view),
     **dict.fromkeys((aten.permute.default, aten.transpose.int), _permuted),
     aten._log_softmax.default: _same,
     aten.unsqueeze.default: _unsqueezed,

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.ir.op_traits import RESHAPES
 from sp_compiler.ir.program import Ref
 from sp_compiler.planning.formula.operators import (
-    VIEWS,
     Shape,
     one_ranks_part,
     results_of,
@@ -133,7 +133,7 @@ def _follow(graph: Graph, given: Sequence[Shape], has_batch_of_one: bool) -> dic
     for node in graph.nodes:
         if node.op == "call_function":
             results = results_of(node, known)
-            if node.target in VIEWS and has_batch_of_one:
+            if node.target in RESHAPES and has_batch_of_one:
                 results = [_doubted(shape, known[node.args[0].name][0]) for shape in results]
             known[node.name] = _checked(node, results, has_batch_of_one)
     _find_counted(graph, known)

@@ -120,6 +120,33 @@ class _Gated(nn.Module):
         return (x * torch.sigmoid(x)).square().mean()
 
 
+class _Gate(nn.Module):
+    def forward(self, x: Tensor, gate: Tensor | None) -> tuple[Tensor, Tensor]:
+        return x if gate is None else x * gate, torch.sigmoid(x)
+
+
+class _AcrossLayers(nn.Module):
+    """Each layer multiplies by the gate that the layer before has computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Gate() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = None
+        for layer in self.layers:
+            x, gate = layer(x, gate)
+        return x
+
+
+def test_layers_stay_apart() -> None:
+    x = randn(3, 5, grad=True)
+    captured = normalized(_AcrossLayers(), x)
+    called = [node.target for node in captured.module.graph.nodes if node.op == "call_function"]
+    assert called.count(torch.ops.aten.sigmoid.default) == 2
+    assert torch.ops.aten.silu.default not in called
+
+
 def test_numbers_of_a_model() -> None:
     torch.manual_seed(0)
     model = _Gated().double()

@@ -12,8 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from sp_compiler.base.pass_report import Pass, PassReport, reporting
 from sp_compiler.ops.convert import CONVERT
-from sp_compiler.passes import scaled_products
-from sp_compiler.passes.scaled_products import scale_smaller
+from sp_compiler.passes import scale_products
 from sp_compiler.trace.joint import JointGraph
 from tests.helpers import parity
 
@@ -112,14 +111,14 @@ def _squared(x: Tensor) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def _of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scaled_products, "LEAST_ELEMENTS", 1)
+    monkeypatch.setattr(scale_products, "LEAST_ELEMENTS", 1)
 
 
 def _moved(graph: fx.Graph, first: str = "call") -> PassReport:
     """Run the pass on a region whose first input is of this kind."""
     joint = JointGraph(graph, 3, 1, (), (first, "call", "call"), "Region")
     with reporting(PassReport(Pass.SCALE_PRODUCTS)) as report:
-        scale_smaller(joint)
+        scale_products.scale_products(joint)
     return report
 
 
@@ -168,9 +167,9 @@ def test_weights_are_not_scaled() -> None:
 
 def test_small_results_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     traced = make_fx(lambda q, k, g: _scored(q, k), tracing_mode="fake")(Q, K, G)
-    monkeypatch.setattr(scaled_products, "LEAST_ELEMENTS", 2 * 16 * 16 + 1)
+    monkeypatch.setattr(scale_products, "LEAST_ELEMENTS", 2 * 16 * 16 + 1)
     assert _moved(traced.graph).rewrites == 0
-    monkeypatch.setattr(scaled_products, "LEAST_ELEMENTS", 2 * 16 * 16)
+    monkeypatch.setattr(scale_products, "LEAST_ELEMENTS", 2 * 16 * 16)
     assert _moved(traced.graph).rewrites == 1
 
 

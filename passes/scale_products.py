@@ -1,4 +1,4 @@
-"""Numbers that scale the result of a product scale a smaller tensor in its place.
+"""Move a constant factor of a matrix product to the smallest of its operands and results.
 
 ::
 
@@ -10,11 +10,13 @@
 
 Scores of attention are larger than queries and keys where there are more keys than a head has
 features, and logits larger than hidden states: the multiplication reads and writes less, and there
-is no second tensor of their size beside them. Views may stand between. For a power of two the
-numbers are the same to the bit; for others they differ as products summed in another order do.
+is no second tensor of their size. Views may stand between. A power of two gives the same result to
+the bit. Any other factor rounds each element of the smaller tensor once more and each result once
+less: a difference like that of another order of summation.
 
 After differentiation, so that backward reads what it would have read: a scaled query would be kept
-beside the projection whose part the query is. And behind chunks, each of which scales its rows.
+in addition to the projection that the query is a part of. And after chunks, each of which scales
+its rows.
 
 Mutates the graph. Reads ``meta["val"]``.
 """
@@ -38,7 +40,7 @@ _aten = torch.ops.aten
 _TIMES = (_aten.mul.Tensor, _aten.mul.Scalar)
 _OVER = (_aten.div.Tensor, _aten.div.Scalar)
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16)
-# Elements of a result worth it: for less, another operator costs more than the pass over memory.
+# Least elements of a result: below, launching one more operator costs more than the memory saved.
 # On one core a model of hidden 64 was 2 % slower with its 32,768 scores scaled so, and one of
 # hidden 256 with 2 million 5 % faster.
 LEAST_ELEMENTS = 1 << 18
@@ -46,11 +48,11 @@ LEAST_ELEMENTS = 1 << 18
 _PRODUCTS = (_aten.mm.default, _aten.bmm.default, _aten.linear.default)
 
 
-def scale_smaller(joint: JointGraph) -> JointGraph | tuple[()]:
-    """Move such numbers to the first factor of a product or to its results, if those are smaller.
+def scale_products(joint: JointGraph) -> JointGraph | tuple[()]:
+    """Move factors to the first operand of a product or to its results, if those are smaller.
 
-    Only numbers that shrink: in 16 bits, what is larger could leave the range. And not to a weight,
-    by which policies know a linear.
+    Only factors of magnitude at most 1: a larger one could overflow in 16 bits. And never to a
+    weight: policies recognise a linear by it.
 
     Returns:
         ``joint``, or where there is no such number nothing, which makes no stage.
@@ -72,12 +74,12 @@ def _shrinks(node: Node) -> bool:
     source, number = node.args
     if not isinstance(source, Node) or not isinstance(number, (int, float)):
         return False
-    # Not 0, which makes NaN of infinity: behind a product it would find others.
+    # Not 0: 0 * inf is NaN, and moving it across a product would change which elements are NaN.
     size = abs(number)
     is_small = 0 < size <= 1 if node.target in _TIMES else 1 <= size < math.inf
     value, given = node.meta["val"], source.meta["val"]
-    # In float16 the numbers of a small factor lose digits, and gradients are scaled up to just
-    # below the largest.
+    # Not float16, whose small exponent range the smaller tensor, scaled down, may leave: elements
+    # become subnormal and lose digits. Loss scaling puts gradients just below its largest value.
     is_floating = value.dtype in _DTYPES and value.dtype == given.dtype
     return is_small and is_floating and _size(node) >= LEAST_ELEMENTS
 
@@ -87,13 +89,13 @@ def _scale_factor(node: Node, weights: Container[Node]) -> bool:
     source = product = node.args[0]
     while is_pure_view(product) and len(product.users) == 1:
         product = product.args[0]
-    if not _is_product(product) or len(product.users) > 1 or not _lie_alike(source, node):
+    if not _is_product(product) or len(product.users) > 1 or not _same_strides(source, node):
         return False
-    # Of a part, the whole would stay alive where now the part does.
+    # If only a slice is scaled, the move would keep the whole product alive.
     factor, size = product.args[0], _size(product)
     if _size(node) != size or _size(factor) >= size:
         return False
-    # A gather and the product that reads it stay beside each other, for async_tp.
+    # async_tp needs a gather next to the product that reads it.
     if base(factor) in weights or collective_of(base(factor)) is not None:
         return False
     with node.graph.inserting_before(product):
@@ -111,7 +113,7 @@ def _scale_results(node: Node) -> None:
     than such products."""
     source = node.args[0]
     # What a region is given may have other strides than in the trace.
-    if source.op == "placeholder" or is_pure_view(source) or not _lie_alike(source, node):
+    if source.op == "placeholder" or is_pure_view(source) or not _same_strides(source, node):
         return
     reached = list(reach([node], lambda each: each.users if _carries(each, node) else ()))
     products = [each for each in reached if not _carries(each, node)]
@@ -134,7 +136,7 @@ def _scale_results(node: Node) -> None:
     report_of(Pass.SCALE_PRODUCTS).rewrote(kind="scale_results")
 
 
-def _lie_alike(source: Node, node: Node) -> bool:
+def _same_strides(source: Node, node: Node) -> bool:
     """Return whether both have the same strides: a view of ``node`` may need them."""
     return same_shape(source.meta["val"].stride(), node.meta["val"].stride())
 

@@ -7,8 +7,8 @@ may have this tag too.
 
 Under every policy, views, gathered values, shards of whole values, constants, casts of parameters
 and identity conversions are recomputed, results of operators that communicate internally are saved,
-and values in chunks are tagged as :mod:`sp_compiler.passes.chunks.chunk` says. The rest is decided by
-one of :mod:`sp_compiler.passes.memory.policies`.
+and values in chunks are tagged as :mod:`sp_compiler.passes.chunks.chunk` says. The rest is decided
+by one of :mod:`sp_compiler.passes.memory.policies`.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def _least_bytes(shared: Compilation) -> int:
     try:
         _planned(shared, 1)
     except ArgumentError as error:
-        return int(str(error).partition("the least that would do is ")[2].split()[0])
+        return int(str(error).partition("the minimum that fits is ")[2].split()[0])
     raise AssertionError("one byte cannot be enough")
 
 

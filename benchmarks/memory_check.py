@@ -127,7 +127,7 @@ def _budgets(found: parity.Case, tp: int) -> Iterator[tuple[str, dict[str, Any]]
         parity.compiled_in_turn(found, tp=tp, recompute="auto", memory_budget=1)
         raise AssertionError("a budget of one byte was met")
     except ArgumentError as error:
-        least = int(str(error).partition("the least that would do is ")[2].split()[0])
+        least = int(str(error).partition("the minimum that fits is ")[2].split()[0])
     top = parity.compiled_in_turn(found, tp=tp, recompute="auto", memory_budget=1 << 50)
     most = step_memory(top).peak_bytes
     for label, budget in (("least", least), ("middle", (least + most) // 2), ("most", most)):

@@ -1,6 +1,6 @@
-"""Find what is large between two products: the logits of a loss head, the scores of attention.
+"""Find the large values between two matmuls: the logits of a loss head, the scores of attention.
 
-A loss head is cut from its product to one number per row, and back.
+A loss head is cut from its matmul to one value per row, and back.
 
 ::
 
@@ -18,9 +18,9 @@ queries to their context::
     probs = dropout(softmax(scores))    (b, s, l)
     context = bmm(probs, v)             (b, s, d)
 
-No operator is hard-coded: a chain is a product with more columns than its factor, all values of its
-size that depend on it, and their readers; forward may read only one number per row of them, or of
-attention what is at most half as large.
+No operator is hard-coded: a chain is a matmul with more columns than its factor, all values of its
+size that depend on it, and their readers. Of these values, forward may read only one value per row
+outside of the chain, or, for attention, results at most half as large.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from sp_compiler.passes.chunks.row_rules import DROPOUTS, RowDims, row_dims
 from sp_compiler.trace.joint import JointGraph
 
 Kind = Literal["loss", "attention"]
-"""Result of a chain. The product of a loss head is (rows, classes), that of attention (samples
-times heads, queries, keys)."""
+"""Kind of a chain. The matmul of a loss head is (rows, classes), that of attention (samples times
+heads, queries, keys)."""
 _NUM_DIMS = {"loss": 2, "attention": 3}
 
 
@@ -63,7 +63,7 @@ class Chain:
         forward: nodes that forward runs.
         backward: nodes that backward runs in addition to recomputed ones.
         large: nodes as large as the product, which are not read outside.
-        obstacle: why it cannot be chunked, and the node; ``None`` if it can.
+        obstacle: why the chain cannot be chunked, and the node; ``None`` if it can.
     """
 
     product: Node
@@ -79,7 +79,7 @@ class Chain:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the product: tokens of a loss head, queries of attention."""
+        """Rows of the matmul: tokens of a loss head, queries of attention."""
         return shape_of(self.product)[-2]
 
 
@@ -89,7 +89,7 @@ def chains(joint: JointGraph, kind: Kind) -> list[Chain]:
     backward = joint.backward_nodes()
     complete: list[Chain] = []
     for node in joint.graph.nodes:
-        # What an earlier chain holds is cut with that one.
+        # A matmul inside an earlier chain is cut with that one.
         if node in backward or not widens(node, kind):
             continue
         if any(node in each.dims for each in complete):
@@ -99,25 +99,25 @@ def chains(joint: JointGraph, kind: Kind) -> list[Chain]:
             reason, at = chain.obstacle
             report_of(Pass.CHUNK).decline(at, reason)
         elif chain is not None and any(not chain.dims.keys().isdisjoint(x.dims) for x in complete):
-            report_of(Pass.CHUNK).decline(node, "another product's chunks hold a part of its chain")
+            report_of(Pass.CHUNK).decline(node, "a part of its chain is in another matmul's chunks")
         elif chain is not None:
             complete.append(chain)
     return complete
 
 
 def widens(node: Node, kind: Kind) -> bool:
-    """Return whether ``node`` is a product as chains of this kind begin with: of rows that are
+    """Return whether ``node`` is a matmul that a chain of this kind may begin with: its rows are
     longer than those of its operands."""
     factors = matmul_factors(node) if node.op == "call_function" else None
     if factors is None or node.meta["val"].dim() != _NUM_DIMS[kind]:
         return False
-    # Example numbers: comparing open sizes would record which way it went.
+    # Example sizes: comparing open sizes would record the result.
     columns, depth = node.meta["val"].shape[-1], factors[0].meta["val"].shape[-1]
     return example_number(columns) > example_number(depth)
 
 
 class _Growth:
-    """Grows a chain from its product."""
+    """Grows a chain from its matmul."""
 
     def __init__(self, joint: JointGraph, product: Node, backward: set[Node]) -> None:
         self._order = {node: place for place, node in enumerate(joint.graph.nodes)}
@@ -129,20 +129,20 @@ class _Growth:
         self._size = _numel(product)
 
     def chain(self) -> Chain | None:
-        """Return the chain; ``None`` if forward reads too much of it for chunks to gain anything,
-        or if it is a product of three dims that is not of attention with dropout."""
+        """Return the chain; ``None`` if forward reads so much of it that chunks gain nothing, or if
+        it starts from a matmul of three dims that is not of attention with dropout."""
         chain = self._chain
         self._grow([chain.product])
         forward = self._parts()[0]
         results = [node for node in forward if self._is_result(node)]
         most = example_number(chain.num_rows)
         if chain.kind == "attention":
-            # Without dropout attention is fused, or the model's own way to write it; and products
-            # of experts have three dims too.
+            # Without dropout attention is fused, or written by the model in its own way; and the
+            # matmuls of experts have three dims too.
             if not all(self._runs_on_scores(*targets) for targets in _OF_ATTENTION):
                 return None
             if chain.obstacle is not None:
-                return chain  # which may have ended it before its results
+                return chain  # the obstacle may have ended it before its results
             most = self._size // 2
         if not results or any(_numel(node) > most for node in results):
             return None
@@ -158,7 +158,7 @@ class _Growth:
     def _grow(self, nodes: Iterable[Node]) -> None:
         """Add ``nodes`` and connected values as large as the logits."""
         queue = list(nodes)
-        for node in queue:  # which grows
+        for node in queue:  # the queue grows
             if node in self._chain.dims:
                 continue
             if node.op != "call_function":
@@ -171,7 +171,7 @@ class _Growth:
                 self._refuse(_RETURNED if returned else "its rows depend on each other", node)
                 continue
             self._chain.dims[node] = dims
-            # Towards the operands only along what is large: rows of hidden states are read as they
+            # Towards the operands only along large values: rows of hidden states are read as they
             # are, a slice per chunk.
             for operand, dim in zip(tensor_operands(node), dims.operands, strict=True):
                 if dim is not None and self._is_large(operand) and self._is_made(operand):
@@ -179,7 +179,7 @@ class _Growth:
                     queue.append(operand)
             if len(dims.results) == 1 and dims.results[0] is not None:
                 self._known[node] = dims.results[0]
-            # All results of an operator with several are read by getitem alone.
+            # If an operator has several results, only getitem reads them.
             has_several = not isinstance(node.meta["val"], Tensor)
             if has_several or (node in self._known and self._is_large(node)):
                 queue += node.users
@@ -187,17 +187,17 @@ class _Growth:
     def _dims(self, node: Node) -> RowDims | None:
         if is_getitem(node):
             source, index = node.args
-            # Reached from a reader, not from what made it, a part says nothing of the other parts.
+            # If it was reached from a reader, not from its operator, the other parts are unknown.
             made = self._chain.dims.get(source)
             return None if made is None else RowDims((None,), (made.results[index],))
         return row_dims(node, self._known)
 
     def _close(self, part: list[Node]) -> None:
-        """Add nodes between nodes of ``part``: numbers per row that are used in rows again."""
+        """Add nodes between nodes of ``part``: values per row that are used in rows again."""
         is_backward = bool(part) and part[0] in self._backward
         between = (descendants(part) & ancestors(part)).difference(part)
-        # Collectives among them are repeated in backward, chunk by chunk: what that takes counts
-        # where the number of chunks is chosen.
+        # Collectives among them are repeated in backward, chunk by chunk: that cost counts when
+        # the number of chunks is chosen.
         for node in sorted(between, key=self._order.__getitem__):
             self._grow([node])
         part = [node for node in self._chain.dims if (node in self._backward) is is_backward]
@@ -218,14 +218,14 @@ class _Growth:
         return isinstance(node.meta["val"], Tensor) and _numel(node) >= self._size
 
     def _runs_on_scores(self, *targets: object) -> bool:
-        """Return whether one of ``targets`` runs in forward on scores of this product."""
+        """Return whether one of ``targets`` runs in forward on scores of this matmul."""
         size = shape_of(self._chain.product)[1:]
         later = self._dependent - self._backward
         return any(is_call(node, *targets) and shape_of(node)[-2:] == size for node in later)
 
     def _is_made(self, node: Node) -> bool:
-        """Return whether ``node`` is computed from the product, or in backward. Others, as large
-        masks and targets, exist anyway, and are read in slices."""
+        """Return whether ``node`` is computed from the matmul, or in backward. Other large values,
+        such as masks and targets, exist anyway, and are read in slices."""
         return node in self._backward or node in self._dependent
 
     def _refuse(self, reason: str, node: Node) -> None:

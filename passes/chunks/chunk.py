@@ -12,8 +12,8 @@
     grad_x = mm(grad, w)                 ->          grad_w += mm(t(grad_i), x_i)
                                                      grad_x[rows of i] = mm(grad_i, w)
 
-Attention with dropout is explicit, for a fused kernel would draw other masks. Its rows are queries,
-of which each chunk computes the scores, probabilities and context against all keys::
+Attention with dropout is decomposed, because a fused kernel would draw other masks. Its rows are
+queries: each chunk computes its scores, probabilities and context with all keys::
 
     scores = bmm(q, k)                           for each chunk i of the queries:
     probs = dropout(softmax(scores), ...)            scores_i = bmm(q_i, k)
@@ -21,20 +21,21 @@ of which each chunk computes the scores, probabilities and context against all k
                                                      context_i = bmm(probs_i, v)
                                                  context = cat(context_i)
 
-Backward recomputes the probabilities of a chunk whatever the policy, draws its masks again by the
-places of its elements, and sums the gradients of keys and values. What is as large as the scores is
-divided by the number of chunks; q, k and v are saved as by any policy that recomputes attention.
+Backward recomputes the probabilities of a chunk under every policy, draws its masks again from the
+positions of its elements, and sums the gradients of keys and values. The memory for values as large
+as the scores is divided by the number of chunks; q, k and v are saved as by any policy that
+recomputes attention.
 
 Mutates a copy of the joint graph. Reads ``meta["val"]`` and the sharding rules; writes
 ``meta["chunk"]``, which the tags follow: ``"part"`` on forward nodes of one chunk, which backward
-recomputes, ``"joined"`` on the concatenation of all chunks: saved if it is of a loss head, and of
-attention as the policy decides about a context.
+recomputes, ``"joined"`` on the concatenation of all chunks: saved for a loss head, and for
+attention tagged as the policy tags a context.
 
 Gradients are computed in backward, from recomputed logits. Cut cross-entropy (arXiv 2411.09009)
 does so too; Liger-Kernel (arXiv 2410.10989) computes them in forward, while the logits exist, and
-scales them later by the gradient of the loss. That saves the second product, 2nhv/t operations per
+scales them later by the gradient of the loss. That saves the second matmul, 2nhv/t operations per
 rank, which is a third more for the head: 2 % of a step of Llama-3-8B (16 GFLOP per token forward,
-1.05 of them in the head). But it is right only for a loss that is linear in its rows, holds the
+1.05 of them in the head). But it is correct only for a loss that is linear in its rows, holds the
 gradient of the weight, vh/t, and the unreduced one of the hidden states, nh, from forward to
 backward, wastes work in evaluation, and underflows in float16, because it does not see the loss
 scale. The logsumexp of each row is saved, so no collective is repeated.
@@ -82,14 +83,14 @@ def chunk(
     attention_counts: Sequence[int] | None = (1,),
 ) -> list[JointGraph]:
     """Return copies of ``joint`` with its loss heads and attention in different numbers of chunks,
-    the fewest first; ``joint`` itself is the one of which nothing is cut.
+    the fewest first; the copy without chunks is ``joint`` itself.
 
     Args:
         joint: simplified, not tagged yet; not modified.
         world_size: number of ranks.
         loss_counts: numbers of chunks of loss heads; ``None`` for powers of two with enough rows
             per chunk.
-        attention_counts: the same of attention with dropout.
+        attention_counts: the same for attention with dropout.
 
     Raises:
         OpenRowsError: the number of rows is open.
@@ -101,7 +102,7 @@ def chunk(
         if num_losses == num_attention == 1:
             ways.append(joint)
             continue
-        # Tokens are flattened where losses are cut alone: elsewhere the graph stays as it is.
+        # Tokens are flattened only where losses are cut: elsewhere the graph stays as it is.
         base_graph = rows if num_losses > 1 else joint
         counts: dict[Kind, int] = {"loss": num_losses, "attention": num_attention}
         ways.append(_in_chunks(base_graph, counts, world_size))
@@ -130,9 +131,9 @@ class _Rewrite:
         self._chain = chain
         self._world_size = world_size
         num_rows = chain.num_rows
-        # Rows that the count does not divide are spread: chunks differ by one row at most.
+        # Rows that the count does not divide evenly are spread: chunks differ by at most one row.
         self._bounds = [num_rows * index // count for index in range(count + 1)]
-        # By chunk: copies of nodes, and rows of what all chunks read, which are sliced once.
+        # By chunk: copies of nodes, and row slices of values that all chunks read, cut once each.
         self._parts: list[dict[Node, Node]] = [{} for _ in range(count)]
         self._slices: list[dict[tuple[Node, int], Node]] = [{} for _ in range(count)]
 
@@ -140,7 +141,7 @@ class _Rewrite:
         chain = self._chain
         self._replace(chain.forward, self._join_forward)
         self._replace(chain.backward, self._join_backward)
-        # Readers first: FX erases no node that has users.
+        # Readers first: FX does not erase a node that has users.
         for node in reversed([*chain.forward, *chain.backward]):
             self._graph.erase_node(node)
 
@@ -152,7 +153,7 @@ class _Rewrite:
             return
         inside, order = set(members), {node: at for at, node in enumerate(self._graph.nodes)}
         behind = members[-1].next
-        # What reads the chain and stands between its nodes goes behind it.
+        # A reader of the chain that is between its nodes moves after it.
         readers = descendants(members).difference(inside)
         delayed = [node for node in readers if order[node] < order[members[-1]]]
         with self._graph.inserting_before(behind):
@@ -183,8 +184,8 @@ class _Rewrite:
         the next."""
         totals: dict[Node, Node] = {}
         results = self._results(members)
-        # Where a policy recomputes the context too, the same probabilities for both would have to
-        # wait, of all chunks, until the gradient of the context is there.
+        # If a policy recomputes the context too, sharing the probabilities between both would keep
+        # those of all chunks alive until the gradient of the context exists.
         needed = ancestors(members) if self._chain.kind == "attention" else set()
         again = [node for node in self._chain.forward if node in needed]
         for index in range(len(self._parts)):
@@ -203,12 +204,12 @@ class _Rewrite:
         return totals
 
     def _add_part(self, node: Node, index: int, totals: dict[Node, Node]) -> None:
-        """Compute one chunk of a result and add it to its total, unless all are joined in the
+        """Compute one chunk of a result and add it to its total, unless all are joined at the
         end."""
         (dim,) = self._chain.dims[node].results
         part = self._parts[index]
         if dim is None and is_call(node, aten.mm.default):
-            # Accumulated inside the product: a sum apart would hold two gradients of the weight at
+            # Accumulated by the matmul: a separate sum would hold two gradients of the weight at
             # once, each as large as the weight.
             total = totals[node] if index else self._zeros(node)
             args = (total, *self._operands(node, index), self._world_size)
@@ -218,19 +219,21 @@ class _Rewrite:
             parts = [totals[node], part[node]] if index else [part[node]]
             totals[node] = self._sum(node, parts)
         elif self._chain.kind == "attention":
-            # Parts of a rank's heads are segments of the dim, which no tensor of zeros can be said
-            # to have. To join the parts in the end takes no memory at the peak: nothing of a chunk
-            # is left by then, and its scores are larger than the gradient of all queries.
+            # Parts of a rank's heads are segments of the dim, which no tensor of zeros can be
+            # declared to have. Joining the parts at the end takes no memory at the peak: by then
+            # nothing else of a chunk is alive, and its scores are larger than the gradient of all
+            # queries.
             self._copy(node, index)
         else:
-            # In place, as "cat" would hold the parts beside the result.
+            # In place, because "cat" would hold the parts together with the result.
             total = totals[node] if index else self._zeros(node)
             self._copy(node, index)
             args = (total, part[node], dim, self._bounds[index], self._world_size)
             totals[node] = self._call(node, WRITE_ROWS.overload, args)
 
     def _zeros(self, node: Node) -> Node:
-        """Zeros of the size of a result; not the first chunk, so that all chunks read alike."""
+        """Zeros of the size of a result; even for the first chunk, so that all chunks look the
+        same."""
         like = tensor_operands(node)[0]
         args = (self._parts[0].get(like, like), list(shape_of(node)))
         return self._call(node, aten.new_zeros.default, args)
@@ -253,7 +256,7 @@ class _Rewrite:
         args, kwargs = map_arg((node.args, node.kwargs), new.__getitem__)
         target = node.target
         if is_call(node, *DROPOUTS):
-            # Not as on one of several ranks, which the rules would say of it.
+            # Not the arguments of one of several ranks, which the rules would give.
             places = {"first_query": self._bounds[index], "num_queries": self._bounds[-1]}
             args = tuple((map_arg(arguments(node), new.__getitem__) | places).values())
         elif not is_getitem(node):
@@ -263,8 +266,8 @@ class _Rewrite:
                 for shape, dim in zip(result_shapes(node), dims.results, strict=True)
             ]
             bound = map_arg(arguments(node), new.__getitem__)
-            # A chunk is to the operator what a rank's shard is: the same rules say which of its
-            # size arguments differ.
+            # To the operator a chunk is like a rank's shard: the same rules say which of its size
+            # arguments differ.
             call = LocalCall(
                 node,
                 bound,

@@ -27,15 +27,15 @@ _LOSSES = (VOCAB_NLL, VOCAB_SMOOTHED_NLL, VOCAB_LOGSUMEXP)
 _UNSHARDED_LOSSES = (aten.nll_loss_forward.default, aten._log_softmax.default)
 
 MOST_CHUNKS = 16
-"""More would make the generated text long, and what is left of the logits small beside the rest."""
+"""More would make the generated text long, and the remaining logits are small by then."""
 LEAST_ROWS = 1024
-"""Rows of a chunk, where their number is chosen: a product of fewer runs below its full speed."""
+"""Rows per chunk, if the number is chosen automatically: a matmul of fewer is below full speed."""
 LEAST_QUERIES = 256
-"""The same of attention, whose products have such rows for every sample and head."""
+"""The same for attention, whose matmuls have this many rows for every sample and head."""
 
 
 class OpenRowsError(UnsupportedError):
-    """The number of rows of what may have to be chunked is open."""
+    """The number of rows of a value that may have to be chunked is open."""
 
 
 def counts_of_losses(
@@ -46,14 +46,14 @@ def counts_of_losses(
         return (1,), joint
     if _has_open_rows(joint, counts):
         raise OpenRowsError(
-            "a loss head in chunks of rows needs to know their number; loss_chunks=1 leaves it open"
+            "a loss head in chunks needs a fixed number of rows; loss_chunks=1 leaves it open"
         )
     num_rows = [shape_of(product)[0] for product in _products(joint, "loss")]
-    # Looked at first: most blocks are not long enough, and to find chains takes a copy.
+    # Checked first: most blocks are not long enough, and the search for chains takes a copy.
     least_rows = 2 * LEAST_ROWS if counts is None else 1
     if any(map(is_open, num_rows)) or max(num_rows, default=0) < least_rows:
         return (1,), joint
-    # A copy, for the joint graph as it is stays the way without chunks.
+    # A copy, because the joint graph as it is remains the alternative without chunks.
     rows = joint.copy()
     flatten_rows(rows.graph, _products(rows, "loss"))
     losses_by_row(rows.graph)
@@ -65,17 +65,17 @@ def counts_of_attention(joint: JointGraph, counts: Sequence[int] | None) -> Sequ
     drawn = [node for node in joint.graph.nodes if is_call(node, *DROPOUTS)]
     if counts == (1,) or not drawn:
         return (1,)
-    # As text: to compare open sizes would record the result.
+    # As text: comparing open sizes would record the result.
     dropped = {str(shape_of(node)[-2:]) for node in drawn}
     products = _products(joint, "attention")
     num_rows = [n for n, keys in (shape_of(p)[1:] for p in products) if str((n, keys)) in dropped]
     least_rows = 2 * LEAST_QUERIES if counts is None else 1
-    # The comparison is recorded: a longer call gets a program of its own, maybe in chunks.
+    # The comparison is recorded: a longer call gets a separate program, maybe in chunks.
     if not any(n >= least_rows for n in num_rows):
         return (1,)
     if any(map(is_open, num_rows)):
         raise OpenRowsError(
-            "attention with dropout in chunks of queries needs to know their number; "
+            "attention with dropout in chunks needs a fixed number of queries; "
             "attention_chunks=1 leaves it open"
         )
     return _allowed(joint, "attention", counts, LEAST_QUERIES)
@@ -85,7 +85,7 @@ def _allowed(
     joint: JointGraph, kind: Kind, counts: Sequence[int] | None, least_rows: int
 ) -> Sequence[int]:
     """Return the numbers of ``counts`` that the longest chain of ``joint`` has rows for; for
-    ``None`` powers of two that leave a chunk ``least_rows``."""
+    ``None`` powers of two that leave ``least_rows`` per chunk."""
     longest = max((chain.num_rows for chain in chains(joint, kind)), default=0)
     if not longest:
         return (1,)
@@ -96,7 +96,7 @@ def _allowed(
 
 
 def _products(joint: JointGraph, kind: Kind) -> list[Node]:
-    """Return products of the forward whose rows are longer than their operands'."""
+    """Return the matmuls of the forward whose rows are longer than their operands'."""
     backward = joint.backward_nodes()
     return [node for node in joint.graph.nodes if node not in backward and widens(node, kind)]
 
@@ -111,9 +111,9 @@ def _has_open_rows(joint: JointGraph, counts: Sequence[int] | None) -> bool:
         logits = node.args[0]
         placement = logits.meta.get("placement")
         if placement is not None and placement.is_sharded and placement.dim == 0:
-            continue  # rows of ranks are not cut, and leave sizes open
+            continue  # rows that are sharded over ranks are not cut, and leave sizes open
         num_rows, classes = math.prod(shape_of(logits)[:-1]), shape_of(logits)[-1]
-        # The comparison is recorded: a longer call gets a program of its own, maybe in chunks.
+        # The comparison is recorded: a longer call gets a separate program, maybe in chunks.
         is_long = counts is not None or num_rows >= 2 * LEAST_ROWS
         # Returned logits stay whole, and leave sizes open.
         wide = [x for x in ancestors([logits]) & returned if shape_of(x)[-1:] == (classes,)]

@@ -1,4 +1,4 @@
-"""Make operators between a loss head's product and its loss work on rows.
+"""Make operators between a loss head's matmul and its loss work on rows.
 
 ::
 
@@ -6,7 +6,7 @@
     z = tanh(y)                            ->    z = tanh(y)
     loss(view(z, (b * s, v)))                    loss(z)
 
-A chunk of rows is contiguous in (b * s, v) and not in (b, s, v). Tokens are flattened to rows by
+A chunk of rows is contiguous in (b * s, v) but not in (b, s, v). Tokens are flattened to rows by
 the sharding rules, in forward and backward. Mutates the graph; new nodes get the meta of those that
 they replace, without the placement, which refers to a dim.
 """
@@ -37,13 +37,13 @@ aten = torch.ops.aten
 
 
 def flatten_rows(graph: Graph, products: Collection[Node]) -> None:
-    """Flatten the token dims of values computed from ``products`` that are as large as these.
+    """Flatten the token dims of values computed from ``products`` that are as large as those.
 
-    None of their sizes may be open.
+    All of their sizes must be fixed.
     """
     shapes = {shape_of(product) for product in products}
     changed = False
-    # In graph order: behind a flattened operator stands a view, which its readers then see.
+    # In graph order: after a flattened operator comes a view, which its readers then see.
     for node in list(graph.nodes):
         views = [x for x in node.all_input_nodes if _rows_of(x) in shapes]
         if node.op != "call_function" or node.target in RESHAPES or not views:
@@ -63,7 +63,7 @@ def _rows_of(node: Node) -> tuple[int, ...] | None:
     if node.target not in RESHAPES:
         return None
     rows, shape = shape_of(node.args[0]), shape_of(node)
-    # Open sizes, which cannot be looked up, are of other values than those to be cut.
+    # Open sizes, which cannot be looked up, belong to values other than those to be cut.
     if len(rows) != 2 or len(shape) < 3 or any(map(is_open, rows)):
         return None
     return rows if rows[-1] == shape[-1] else None
@@ -86,7 +86,7 @@ def _flatten_sum(node: Node) -> None:
         kwargs = dict(node.kwargs)
         rows = copy_call(graph, node, (flat, [0]), kwargs, node.name)
         rows.meta |= {"val": fake_value(node.target, rows.args, kwargs), "origin": Pass.CHUNK}
-        # A dim that it names is another one of the rows; the view behind has the one of before.
+        # The placement names a dim of the unflattened value; the view after it has that placement.
         rows.meta.pop("placement", None)
         node.replace_all_uses_with(_view(rows, shape_of(node), node))
     graph.erase_node(node)
@@ -103,7 +103,7 @@ def _by_rows(node: Node, view: Node) -> Strategy | None:
     def rows(shape: tuple[int, ...]) -> int:
         return len(tokens) if shape[: len(tokens)] == tokens else 0
 
-    # The sharding rules know which operators may act on rows: asked for one rank, they offer that.
+    # The sharding rules know which operators may work on rows: for one rank, they offer only that.
     offers = Offers(
         world_size=1,
         shardable=lambda factor: False,
@@ -118,7 +118,7 @@ def _by_rows(node: Node, view: Node) -> Strategy | None:
 def _flatten(node: Node, way: Strategy) -> None:
     graph, (shape,) = node.graph, result_shapes(node)
     if node.target.namespace == "aten":
-        # What autograd made counts from the front: ``sum(x, [2])`` where x was broadcast.
+        # Autograd's nodes count from the front: ``sum(x, [2])`` where x was broadcast.
         make_negative(node)
     with graph.inserting_before(node):
         new: dict[Node, Node] = {}
@@ -145,7 +145,7 @@ def _flat(shape: tuple[int, ...], count: int) -> tuple[int, ...]:
 
 def _view(x: Node, shape: tuple[int, ...], like: Node | None = None) -> Node:
     args = (x, list(shape))
-    # Rows that are expanded over the tokens lie nowhere side by side: they are copied.
+    # Rows that are expanded over the tokens are not contiguous: they are copied.
     target = aten.view.default if x.meta["val"].is_contiguous() else aten.reshape.default
     value = fake_value(target, args, {})
     name = f"{x.name}_view"

@@ -23,14 +23,14 @@ from sp_compiler.ir.fx import arguments, calls, is_call, shape_of
 from sp_compiler.ir.rewriting import fake_value, make_like
 
 _aten = torch.ops.aten
-_MEAN, _NONE = 1, 0  # of torch's enumeration of reductions; 2 is the sum
+_MEAN, _NONE = 1, 0  # torch's enumeration of reductions; 2 is the sum
 
 
 def losses_by_row(graph: Graph) -> None:
     """Rewrite every loss of ``graph`` that is a mean or a sum of its rows."""
     for node in calls(graph, _aten.nll_loss_forward.default):
         bound = arguments(node)
-        # The loss of one token, without a dim of rows, is no sum.
+        # The loss of one token, without a dim of rows, is not a sum.
         if bound["reduction"] != _NONE and bound["self"].meta["val"].dim() == 2:
             _by_row(graph, node)
 
@@ -38,12 +38,12 @@ def losses_by_row(graph: Graph) -> None:
 def _by_row(graph: Graph, node: Node) -> None:
     bound = arguments(node)
     dtype = bound["self"].meta["val"].dtype
-    # As torch's kernels add up: in half precision the sum of many rows would overflow.
+    # As torch's kernels accumulate: in half precision the sum of many rows would overflow.
     wide = torch.promote_types(dtype, torch.float32)
     with graph.inserting_before(node):
         args = (bound["self"], bound["target"], bound["weight"], _NONE, bound["ignore_index"])
         pair = _call(node, node.target, *args)
-        # Of single rows the second is 0, and backward does not read it.
+        # For losses per row the second result is 0, and backward does not read it.
         rows, unread = (_call(node, operator.getitem, pair, index) for index in range(2))
         total = _call(node, _aten.sum.dim_IntList, rows, [0], dtype=wide)
         divisor = _weight_of_labels(node, wide) if bound["reduction"] == _MEAN else None
@@ -56,7 +56,7 @@ def _by_row(graph: Graph, node: Node) -> None:
         if is_call(backward, _aten.nll_loss_backward.default):
             _backward_by_row(graph, backward, args, divisor, unread)
     for result in results:
-        # Without a mean nothing else reads the second one, nor does a loss by cross entropy.
+        # Without a mean nothing reads the second result, and cross entropy never does.
         result.replace_all_uses_with(total if result.args[1] == 0 else unread)
         graph.erase_node(result)
     graph.erase_node(node)
@@ -68,7 +68,7 @@ def _backward_by_row(
     grad = arguments(node)["grad_output"]
     dtype = grad.meta["val"].dtype
     with graph.inserting_before(node):
-        # The forward's steps backwards: the division, then the sum, which gives every row the same
+        # The forward's steps in reverse: the division, then the sum, which gives every row the same
         # gradient.
         if divisor is not None:
             grad = _call(node, _aten.div.Tensor, grad, divisor)
@@ -85,7 +85,7 @@ def _weight_of_labels(node: Node, dtype: torch.dtype) -> Node:
     bound = arguments(node)
     counted = _call(node, _aten.ne.Scalar, bound["target"], bound["ignore_index"])
     if bound["weight"] is not None:
-        # What is ignored may be no class at all.
+        # An ignored label need not be a valid class.
         label = _call(node, _aten.where.ScalarOther, counted, bound["target"], 0)
         weights = _call(node, _aten.index.Tensor, bound["weight"], [label])
         counted = _call(node, _aten.where.ScalarOther, counted, weights, 0)

@@ -50,11 +50,11 @@ def row_dims(node: Node, known: Mapping[Node, int]) -> RowDims | None:
     operands = tensor_operands(node)
     places = [(rule.operands[at], known[x]) for at, x in enumerate(operands) if x in known]
     places += [(rule.results[0], known[node])] if node in known else []
-    # A rule may leave out the last dims.
+    # A rule may omit the last dims.
     if any(len(tensor) <= dim for tensor, dim in places):
         return None
     dims = [tensor[dim] for tensor, dim in places]
-    # One factor alone: rows that are merged with another dim are not contiguous in it.
+    # A single factor: rows that are merged with another dim are not contiguous in it.
     if len(set(dims)) != 1 or len(dims[0]) != 1 or dims[0][0].blocked:
         return None
     (factor,) = dims[0]
@@ -71,7 +71,7 @@ def row_dims(node: Node, known: Mapping[Node, int]) -> RowDims | None:
 
 
 def _positions(tensors: Sequence[Dims], factor: Factor) -> tuple[int | None, ...] | None:
-    """The dim of each tensor that is ``factor``; ``None`` where it is a part of a dim."""
+    """The dim of each tensor that is ``factor``; ``None`` if it is only a part of a dim."""
     positions: list[int | None] = []
     for dims in tensors:
         at = [place for place, dim in enumerate(dims) if factor.name in (f.name for f in dim)]
@@ -91,11 +91,11 @@ def factors_of(node: Node) -> OpRule | None:
     shapes = operand_shapes(node), result_shapes(node)
     conversion = placements_of(node)
     if conversion is not None:
-        # A chunk of every rank's part, unless the ranks hold parts of the rows.
+        # A chunk of every rank's part, unless the rows are sharded over the ranks.
         cut = [placement.dim for placement in conversion if placement.is_sharded]
         operands, results = ([numbered(shape, cut) for shape in side] for side in shapes)
         return OpRule(tuple(operands), tuple(results))
-    # An operator that is told which part of the global tensor it holds knows of ranks' parts alone.
+    # An operator that is told which part of the global tensor it holds knows only parts of ranks.
     if not ours.dims or ours.placed:
         return None
     sides = (side.replace("...", ".").split(",") for side in ours.dims.split("->"))
@@ -111,7 +111,7 @@ def _of_loss(node: Node) -> OpRule | None:
     rules."""
     bound = arguments(node)
     if bound["reduction"]:
-        return None  # :func:`.losses_by_row` leaves none
+        return None  # :func:`.losses_by_row` leaves none of these
     logits = numbered(shape_of(bound["self"]), blocked=(1,))
     dims = {"grad_output": logits[:1], "self": logits, "target": logits[:1], "total_weight": ()}
     operands = dims_by_name(
@@ -123,11 +123,11 @@ def _of_loss(node: Node) -> OpRule | None:
 
 
 def _of_dropout(node: Node) -> OpRule | None:
-    """Return the factors of dropout between attention's products, whose queries can be chunked."""
+    """Return the factors of dropout between attention's matmuls, whose queries can be chunked."""
     bound, (shape,) = arguments(node), result_shapes(node)
     queries = len(shape) - 2
     is_sharded = bound["world_size"] > 1 and bound["dim"] % max(1, len(shape)) == queries
-    # It counts the places of one dim that is cut, and of that once: by ranks, or in chunks.
+    # It computes positions along one dim that is cut, once: by ranks, or in chunks.
     if len(shape) < 3 or is_sharded or bound["num_queries"]:
         return None
     dims = numbered(shape, [dim for dim in range(len(shape)) if dim != queries])

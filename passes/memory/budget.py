@@ -7,8 +7,8 @@ use becomes several regions of the same graph::
 
     Block, Block, Block, Block   ->   BlockKeep25, BlockKeep25, BlockKeep100, BlockKeep100
 
-named by the bytes that they save, as a percentage of the most that it would pay to save. Those with
-larger peaks in backward come first, because fewer bytes are saved by earlier calls then.
+named by the bytes that they save, as a percentage of the most that any of the splits saves. Those
+with larger peaks in backward come first, because earlier calls have saved fewer bytes then.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from sp_compiler.solve.memory_budget import (
 from sp_compiler.trace.joint import JointGraph
 
 Candidates = Mapping[str, Sequence[Candidate]]
-"""In which ways each region, by name, can be split."""
+"""The ways to split each region, by name."""
 
 
 class BudgetError(ArgumentError):
-    """A budget is too small: ``least_bytes`` would do."""
+    """A budget is too small: ``least_bytes`` is the minimum that fits."""
 
     def __init__(self, message: str, least_bytes: int) -> None:
         super().__init__(message)
@@ -62,7 +62,7 @@ def candidates_of(
         program: sharded.
         joints: of each region, by name, its loss head in several numbers of chunks; their tags are
             overwritten.
-        options: what is wanted of each region, by name.
+        options: demands on each region, by name.
         world_size: number of tensor-parallel ranks.
     """
     free = _free_outputs(program)
@@ -83,12 +83,12 @@ def with_offloads(
     options: Mapping[str, PartitionOptions],
     world_size: int,
 ) -> Candidates:
-    """Return ``ways`` of :func:`candidates_of`, and behind them others that send saved tensors to
-    the host."""
+    """Return ``ways`` of :func:`candidates_of`, followed by others that send saved tensors to the
+    host."""
     free = _free_outputs(program)
     names = [call.region.name for call in program.calls]
     sent: dict[str, list[Candidate]] = {name: [] for name in joints}
-    # Behind the last call nothing runs while something could go to the host.
+    # After the last call nothing runs while something could go to the host.
     for name in dict.fromkeys(names[:-1]):
         own_inputs = _own_inputs(program, name)
         for joint in joints[name]:
@@ -106,7 +106,7 @@ def with_offloads(
 def _free_outputs(program: Program) -> dict[str, frozenset[int]]:
     """Return the outputs of each region that are free to save.
 
-    What the model returns lives through backward anyway.
+    These are the model's outputs, which live through backward anyway.
     """
     free: dict[str, set[int]] = {region.name: set() for region in program.regions}
     for ref in program.call_outputs.values():
@@ -115,7 +115,7 @@ def _free_outputs(program: Program) -> dict[str, frozenset[int]]:
 
 
 def _own_inputs(program: Program, name: str) -> frozenset[int]:
-    """Return the inputs of the region ``name`` that in each of its calls only that call reads."""
+    """Return the inputs of the region ``name`` that, in each call, are read only by that call."""
     reads = Counter(ref for call in program.calls for ref in call.args if ref.kind == "call")
     returned = (*program.outputs, *program.mutated_buffers.values())
     reads.update(ref for ref in returned if isinstance(ref, Ref))
@@ -145,7 +145,7 @@ def tag_under_budget(
             includes them; else 0.
 
     Raises:
-        BudgetError: the budget is too small; the message has the smallest that is enough.
+        BudgetError: the budget is too small; the message has the minimum that fits.
     """
     differentiable = {name: each[0].joint.differentiable for name, each in ways.items()}
     calls = budget_problem(program, ways, differentiable, world_size)
@@ -153,16 +153,16 @@ def tag_under_budget(
     if picks is None:
         raise _too_small(program, calls, budget_bytes, state_bytes)
     if is_fastest(calls, picks):
-        note = "a larger budget of memory would not make the step faster in this estimate"
+        note = "a larger memory budget would not make the step faster in this estimate"
         program = replace(program, notes=[*program.notes, note])
-    # The search breaks ties between equal layers anyhow; people look for an order.
+    # The search breaks ties between equal layers arbitrarily; users expect an order.
     picks = _in_order(program, calls, picks)
     chosen = [ways[call.region.name][pick] for call, pick in zip(program.calls, picks, strict=True)]
     names = _names(program, ways, chosen)
     tagged: dict[str, JointGraph] = {}
     for name, candidate in zip(names, chosen, strict=True):
         if name not in tagged:
-            # Copied after: the next candidate of the region writes other tags on the same nodes.
+            # Copied right away: the region's next candidate overwrites the tags of the same nodes.
             write_tags(candidate.joint, candidate.tags)
             tagged[name] = candidate.joint.copy()
     origins = {name: call.region.name for name, call in zip(names, program.calls, strict=True)}
@@ -170,12 +170,12 @@ def tag_under_budget(
 
 
 def _rename_regions(program: Program, names: Sequence[str]) -> Program:
-    """Each call with a region of the given name: a copy where that is not the region's own."""
+    """Each call with a region of the given name: a copy unless that is the region's own name."""
     regions: dict[tuple[int, str], Region] = {}
     calls = []
     for call, name in zip(program.calls, names, strict=True):
         region = call.region
-        # A copy, for the passes behind write other metadata on it; calls with equal splits share
+        # A copy, because later passes write other metadata on it; calls with equal splits share
         # one.
         if name != region.name and (id(region), name) not in regions:
             graph = copy_graph(region.module.graph)
@@ -186,7 +186,7 @@ def _rename_regions(program: Program, names: Sequence[str]) -> Program:
 
 
 def _in_order(program: Program, calls: Sequence[CallSplits], picks: list[int]) -> list[int]:
-    """The same ways in the order that the top of this file says, unless that raises the peak."""
+    """The same splits in the order described at the top of this file, unless it raises the peak."""
     ordered = list(picks)
     for region in program.regions:
         places = [
@@ -200,12 +200,12 @@ def _in_order(program: Program, calls: Sequence[CallSplits], picks: list[int]) -
         )
         for index, pick in zip(places, ways, strict=True):
             ordered[index] = pick
-    # Order is for people; the budget comes first.
+    # The order is a convenience; the budget comes first.
     return ordered if peak_bytes(calls, ordered) <= peak_bytes(calls, picks) else picks
 
 
 def _names(program: Program, ways: Candidates, chosen: Sequence[Candidate]) -> tuple[str, ...]:
-    """Of the region of each call; the region's own where all its calls are split alike."""
+    """Names for the region of each call; its own name if all its calls are split the same."""
     names: dict[int, str] = {}
     taken = {region.name for region in program.regions}
     for region in program.regions:
@@ -214,7 +214,7 @@ def _names(program: Program, ways: Candidates, chosen: Sequence[Candidate]) -> t
             for call, candidate in zip(program.calls, chosen, strict=True)
             if call.region is region
         }
-        # A percentage says at a glance which layers save much; bytes would make names of ten
+        # A percentage shows at a glance which layers save much; bytes would make names of ten
         # digits.
         most = max(candidate.partitioned.kept_bytes for candidate in ways[region.name])
         for key, candidate in used.items():
@@ -241,9 +241,9 @@ def _too_small(
     index = max(range(len(peaks)), key=lambda i: peaks[i][1])
     kept, peak = peaks[index]
     call = program.calls[index]
-    # The names that regions outside of layers have are ours.
+    # Regions outside of layers have names that the user does not know.
     where = call.path or _OUTSIDE.get(call.region.name, "the code between layers")
-    # In the user's own terms: the limit that was given, and the least that could have been.
+    # In the user's own terms: the limit that was given, and the minimum for that limit.
     name, limit, least = "memory_budget", budget_bytes, peak
     state = ""
     if state_bytes:
@@ -252,16 +252,17 @@ def _too_small(
             f", of which {bytes_text(state_bytes)} are parameters, gradients and AdamW's moments"
         )
     message = (
-        f"{name}={limit} ({bytes_text(limit)}): the least that would do is "
-        f"{least} ({_rounded_up(least)}){state}. Then {where} needs most: {bytes_text(kept)} that "
-        f"it and the calls before it keep for backward, {bytes_text(peak - kept)} besides "
-        "(results, gradients, what it makes inside). Raise the budget or tp, or use a smaller batch"
+        f"{name}={limit} ({bytes_text(limit)}): the minimum that fits is "
+        f"{least} ({_rounded_up(least)}){state}. At this minimum {where} needs the most memory: "
+        f"{bytes_text(kept)} that it and the calls before it save for backward, and "
+        f"{bytes_text(peak - kept)} for results, gradients and temporary values. "
+        "Raise the budget or tp, or use a smaller batch"
     )
     return BudgetError(message, peak)
 
 
 def _rounded_up(num_bytes: int) -> str:
     """In the largest unit that fits, as an argument that is large enough."""
-    # Rounded up, for the number is meant to be typed as it is.
+    # Rounded up, so that the text can be passed as the argument.
     power = max(0, min(4, (num_bytes.bit_length() - 1) // 10))
     return f'"{math.ceil(1000 * num_bytes / 1024**power) / 1000}{UNITS[power]}"'

@@ -44,8 +44,8 @@ class Candidate:
         joint: the graph that is split.
         tags: tag of every forward node.
         partitioned: forward and backward by these tags.
-        time_us: estimated time of its forward and backward, with what copies to the host and back
-            add between equal blocks.
+        time_us: estimated time of its forward and backward, including what copies to the host and
+            back add between equal blocks.
         forward_peak_bytes: peak of the forward, without its arguments.
         backward_peak_bytes: peak of the backward, without its arguments.
     """
@@ -69,11 +69,11 @@ def candidates(
 
     Args:
         world_size: number of tensor-parallel ranks.
-        options: what the program wants of each of them.
+        options: demands of the program on each of them.
         free: outputs of the region that live until backward anyway because the model returns them.
     """
     nodes, values = recompute_problem(joint, world_size, free, options)
-    # The frontier first: where a policy saves the same, the reasons in time are the better ones.
+    # The frontier first: if a policy saves the same, reasons that state times are better.
     solved = [_tags(nodes, values, choice) for choice in frontier(values)]
     named = [_policy_tags(joint, policy) for policy in POLICIES]
     return _distinct(joint, [*solved, *named], world_size, options)
@@ -92,7 +92,7 @@ def offloads(
 
     Args:
         own_inputs: inputs that die with each call of the region, which may be sent to the host.
-        num_calls: calls of the region: of what they all send, the device holds two calls' at once.
+        num_calls: calls of the region: the device holds at once what two of them send.
     """
     nodes, values = recompute_problem(joint, world_size, free, options)
     sendable = _sendable(joint, nodes, values, free, own_inputs, num_calls, options.hardware)
@@ -102,7 +102,7 @@ def offloads(
 
 
 def _undominated(ways: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates than which no other is as good in every respect."""
+    """Return the candidates that no other candidate matches or beats in every respect."""
     costs = [
         (
             *(way.time_us, way.partitioned.kept_bytes, way.partitioned.sent_bytes),
@@ -113,7 +113,7 @@ def _undominated(ways: Sequence[Candidate]) -> list[Candidate]:
 
     def beats(other: int, index: int) -> bool:
         pairs = list(zip(costs[other], costs[index], strict=True))
-        # Of equal ones the first stays.
+        # Of equal ones the first is kept.
         return all(a <= b for a, b in pairs) and (costs[other] != costs[index] or other < index)
 
     count = range(len(ways))
@@ -128,12 +128,12 @@ def _distinct(
 ) -> list[Candidate]:
     distinct: dict[tuple[tuple[str, bool], ...], Candidate] = {}
     for tags in choices:
-        # Cut and measured, not estimated: views, shared storages and the schedule change what tags
-        # promise.
+        # Partitioned and measured, not estimated: views, shared storages and the schedule change
+        # what tags promise.
         write_tags(joint, tags)
         way = measured(joint, tags, world_size, options)
         names = tuple(sorted((tensor.name, tensor.on_host) for tensor in way.partitioned.saved))
-        # What one saves decides the rest: of equal ones the first has the better reasons.
+        # What is saved determines the rest: of equal ones the first has the better reasons.
         distinct.setdefault(names, way)
     return sorted(distinct.values(), key=lambda each: (each.partitioned.kept_bytes, each.time_us))
 
@@ -159,7 +159,7 @@ def measured(
         backward_us = elapsed(graph)
         peak_bytes = backward_peak_bytes(graph, options.own_parameters)
     time_us = forward_us + backward_us + beside_us(parts.sent_bytes, hardware)
-    # Each way takes place while the equal call after, or before, runs.
+    # Each direction runs concurrently with the equal call after, or before.
     link_us = transfers_us(parts, hardware)
     time_us += max(0.0, link_us - forward_us) + max(0.0, link_us - backward_us)
     return Candidate(joint, tags, parts, time_us, function_peak_bytes(parts.forward), peak_bytes)
@@ -173,7 +173,7 @@ def _tags(nodes: Sequence[Node], values: Sequence[ForwardValue], choice: Choice)
             chosen[node] = ("offload", "copied to the host while the next layer runs")
         elif node.op != "call_function":
             continue
-        # To rerun an operator that communicates inside would repeat its collectives.
+        # Rerunning an operator that communicates internally would repeat its collectives.
         elif index in choice.kept or has_inner_communication(node):
             chosen[node] = ("save", f"worth its memory: {price} to recompute")
         else:
@@ -182,7 +182,7 @@ def _tags(nodes: Sequence[Node], values: Sequence[ForwardValue], choice: Choice)
 
 
 def _forward_us(nodes: Sequence[Node], values: Sequence[ForwardValue]) -> float:
-    """Time of a forward in which nothing overlaps."""
+    """Time of a forward without overlap."""
     pairs = zip(nodes, values, strict=True)
     return sum(value.time_us for node, value in pairs if node.op == "call_function")
 
@@ -207,7 +207,7 @@ def _sendable(
             send_us=hardware.host.transfer_us(value.num_bytes),
             beside_us=beside_us(value.num_bytes, hardware),
         )
-        # Also of the inputs: what the model returns is on the device until backward anyway.
+        # Excludes inputs that the model returns: they are on the device until backward anyway.
         if value.can_keep
         and value.num_bytes
         and node not in returned
@@ -243,20 +243,20 @@ def recompute_problem(
     values = []
     for node in nodes:
         is_call = node.op == "call_function"
-        # Of a view its base may be saved, of several results each by itself; the bytes are theirs.
+        # A view is saved by its base, a multi-result operator by its parts; the bytes are theirs.
         owns = base(node) is node and isinstance(node.meta["val"], Tensor)
         wait_us = collectives_us(node_collectives(node), world_size, hardware)
         time_us = compute_us(node, hardware, traffic) + wait_us
         values.append(
             ForwardValue(
-                # Parameters and the user's inputs have no position: they exist, and cost nothing
-                # to read again.
+                # Parameters and the user's inputs have no position: they exist, and reading them
+                # again is free.
                 parents=tuple(position[p] for p in node.all_input_nodes if p in position),
-                # What the model returns exists until backward anyway.
+                # An output of the model exists until backward anyway.
                 num_bytes=tensor_bytes(node.meta["val"]) if owns and node not in costless else 0,
                 time_us=time_us if is_call else 0.0,
                 needed=node in needed,
-                # To save the chunks of rows would be to save all rows.
+                # Saving the chunks of rows would save all rows.
                 can_keep=owns and node.meta.get("chunk") != "part",
                 can_repeat=is_call and not has_inner_communication(node),
             )
@@ -265,10 +265,10 @@ def recompute_problem(
 
 
 def _needed(joint: JointGraph) -> set[Node]:
-    """Return what backward reads of the forward."""
+    """Return the forward values that backward reads."""
     backward = joint.backward_nodes()
     grads = [node for node in joint.grads if node is not None]
-    # A gradient may be a forward value as it is, such as a constant.
+    # A gradient may be a forward value itself, such as a constant.
     needed = {node for node in grads if node not in backward}
     for node in ancestors(grads) & backward:
         needed.update(parent for parent in node.all_input_nodes if parent not in backward)

@@ -13,10 +13,10 @@ from sp_compiler.solve.memory_budget import peak_bytes
 from sp_compiler.trace.joint import JointGraph
 
 _WORTH = 0.05
-"""Share of the peak for which the logits are multiplied again, which takes about 2 % of a step; the
-scores of attention are recomputed anyway."""
+"""Share of the peak that justifies multiplying the logits again, which takes about 2 % of a step;
+the scores of attention are recomputed anyway."""
 _NEAR = 0.01
-"""Share of the peak for which no further chunks are made."""
+"""Share of the peak that does not justify more chunks."""
 
 
 def fewest_chunks(
@@ -25,13 +25,13 @@ def fewest_chunks(
     options: Mapping[str, PartitionOptions],
     world_size: int,
 ) -> dict[str, JointGraph]:
-    """Return the joint graph of each region with the fewest chunks whose peak is close to the
-    lowest, of those that lower the peak by a larger share than they lengthen the step.
+    """Return for each region the joint graph with the fewest chunks whose peak is close to the
+    lowest, among those that lower the peak by a larger share than they lengthen the step.
 
     Args:
         program: sharded.
         joints: of each region, by name, tagged; the fewest chunks first.
-        options: what is wanted of each region, by name.
+        options: demands on each region, by name.
         world_size: number of tensor-parallel ranks.
     """
     chosen = dict.fromkeys(joints, 0)
@@ -52,8 +52,8 @@ def fewest_chunks(
                 sum(call.splits[way].time_us for call, way in zip(calls, pick, strict=True))
                 for pick in picks
             ]
-            # Kernels of small chunks take longer to start than to run: many layers, of which only
-            # one is at the peak, would all be slower.
+            # Kernels of small chunks take longer to launch than to run: many layers, only one of
+            # which is at the peak, would all be slower.
             pays = [
                 way
                 for way, (peak, time_us) in enumerate(zip(peaks, times, strict=True))

@@ -30,9 +30,9 @@ class ForwardFacts:
     Attributes:
         constants: nodes that depend on no input of the region.
         from_params: parameters, buffers and constants seen through views, casts and conversions.
-        linears: matrix products with such a factor.
-        core: nodes from the product of two activations (the scores) up to the product that uses it.
-        contexts: products of what comes from a score product with an activation.
+        linears: matmuls with such a factor.
+        core: nodes from the matmul of two activations (the scores) up to the matmul that uses it.
+        contexts: matmuls of an activation with a value computed from scores.
     """
 
     constants: frozenset[Node]
@@ -66,7 +66,7 @@ def forward_facts(joint: JointGraph) -> ForwardFacts:
     ]
     kinds = dict(zip(joint.inputs, joint.input_kinds, strict=True))
     from_params = {n for n, kind in kinds.items() if kind in ("param", "buffer", "constant")}
-    # What descends from a linear or from a differentiable value of another region is an activation.
+    # Descendants of a linear, or of a differentiable value of another region, are activations.
     activations = {
         node
         for node, kind in kinds.items()
@@ -78,7 +78,7 @@ def forward_facts(joint: JointGraph) -> ForwardFacts:
         parents = node.all_input_nodes
         if all(parent in constants for parent in parents):
             constants.add(node)
-        # A transposed or cast weight is as good as the weight.
+        # A transposed or cast weight counts as the weight.
         passes_on = is_view(node) or is_copy(node) or placements_of(node) is not None
         if passes_on and node.args[0] in from_params:
             from_params.add(node)
@@ -94,11 +94,11 @@ def forward_facts(joint: JointGraph) -> ForwardFacts:
 def _cores(
     forward: Sequence[Node], linears: set[Node], activations: set[Node]
 ) -> tuple[set[Node], set[Node]]:
-    """The attention cores and the products that end them."""
+    """The attention cores and the matmuls that end them."""
     inside: set[Node] = set()
     contexts: set[Node] = set()
     for node in forward:
-        # A product with a weight is no part of a core, and what follows descends from none.
+        # A matmul with a weight is not part of a core, and what follows does not descend from one.
         if node in linears:
             continue
         factors = matmul_factors(node)
@@ -108,5 +108,5 @@ def _cores(
             contexts.add(node)
         elif descends or (factors and all(factor in activations for factor in factors)):
             inside.add(node)
-    # Descendants of scores that no context needs (a loss on the scores) are not of the core.
+    # Descendants of scores that no context needs (a loss on the scores) are not part of the core.
     return inside & ancestors(contexts), contexts

@@ -1,4 +1,4 @@
-"""Facts of a program for overlap: the memory that it may use, and calls in a row."""
+"""Facts of a program for overlap: the memory that it may use, and consecutive calls."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def overlap_room(
 
 
 def regions_in_a_row(tagged: TaggedProgram, options: CompileOptions) -> frozenset[str]:
-    """Return names of the regions of which two calls follow each other, so that the backward of one
-    may recompute for the other."""
-    # Not in a pipeline, for the reason above; and of what is on the host or gathered by FSDP2, no
-    # call but its own has a copy.
+    """Return names of the regions with two consecutive calls, so that the backward of one may
+    recompute for the other."""
+    # Not in a pipeline, for the reason above. Nor with offload or FSDP2: a tensor on the host or
+    # gathered by FSDP2 is available only to its own call.
     if options.tables_apart or options.offload or options.layers_apart:
         return frozenset()
     calls = pairwise(tagged.program.calls)

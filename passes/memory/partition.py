@@ -45,7 +45,7 @@ class PartitionOptions:
         hardware: profile for estimated times.
         fused: whether the backend fuses elementwise operators.
         world_size: number of ranks.
-        reduce_in_place: whether all-reduces may write into what they read.
+        reduce_in_place: whether all-reduces may write into their operands.
     """
 
     loss_output: int | None = None
@@ -87,18 +87,18 @@ def partition(joint: JointGraph, options: PartitionOptions | None = None) -> Par
     forward = _forward_graph(joint, saved)
     backward = _backward_graph(joint, saved) if grads else None
     kinds = dict(zip(joint.inputs, joint.input_kinds, strict=True))
-    # Counted apart, for the two add up to the trade that the tags made.
+    # Counted separately: the two show the trade-off that the tags made.
     report = report_of(Pass.PARTITION)
     report.rewrote(len(saved), kind="saved")
     if backward is not None:
         recomputed = [node for node in backward.nodes if node.meta.get("recomputed")]
         report.rewrote(len(recomputed), kind="recomputed")
     records = tuple(_record(node, kinds.get(node, "activation")) for node in saved)
-    # With a single tangent the backward is the loss's already.
+    # With a single tangent the backward is already the loss's.
     loss, output = None, options.loss_output
     if backward is not None and output is not None and len(joint.tangents) > 1:
         loss = LossPart(output, _loss_backward(backward, joint.tangent_outputs, output))
-    # Behind the loss's: there a summand may be zero.
+    # After the loss's backward is made: there a summand may be zero.
     backwards = [] if backward is None else [backward, *([] if loss is None else [loss.backward])]
     for graph in backwards:
         sum_in_place(graph, _of_parameters(graph, joint.input_kinds), options.world_size)
@@ -115,7 +115,7 @@ def _of_parameters(backward: Graph, input_kinds: Sequence[str]) -> list[Node]:
 
 def _saved_nodes(joint: JointGraph, grads: Sequence[Node], backward: set[Node]) -> list[Node]:
     """Return the forward values that backward starts from, in graph order."""
-    # Inputs exist anyway: to read one again is free, to recompute it impossible.
+    # Inputs exist anyway: reading one again is free, recomputing it impossible.
     ends = set(joint.inputs)
     for node in joint.graph.nodes:
         if node.op != "call_function" or node in backward:
@@ -123,7 +123,7 @@ def _saved_nodes(joint: JointGraph, grads: Sequence[Node], backward: set[Node]) 
         if node.meta.get("recompute") not in ("save", "offload", "recompute"):
             raise PassError(Pass.PARTITION, 'a forward node needs meta["recompute"]', node)
         if node.meta["recompute"] != "recompute":
-            # The base of a view: what is saved is the storage, and the view is made again.
+            # The base of a view: the storage is saved, and the view is made again.
             ends.add(base(node))
     # Only what backward reaches: a tag says what may be saved, not what is needed.
     walked = ancestors(grads, ends)
@@ -141,7 +141,7 @@ def _forward_graph(joint: JointGraph, saved: Sequence[Node]) -> Graph:
     for node in joint.graph.nodes:
         if node.op == "call_function" and node in needed:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-    # The order is the runtime's contract: outputs, then saved tensors as backward takes them.
+    # The order is the runtime's contract: outputs, then saved tensors in the order of backward.
     graph.output(tuple(copies[node] for node in [*joint.outputs, *saved]))
     return graph
 
@@ -149,14 +149,14 @@ def _forward_graph(joint: JointGraph, saved: Sequence[Node]) -> Graph:
 def _backward_graph(joint: JointGraph, saved: Sequence[Node]) -> Graph:
     order = {node: index for index, node in enumerate(joint.graph.nodes)}
     grads = [node for node in joint.grads if node is not None]
-    # What depends on a tangent is backward proper; all else that it reads is recomputed.
+    # Values that depend on a tangent are backward proper; everything else it reads is recomputed.
     needed = ancestors(grads, set(saved)) & descendants(joint.tangents)
     graph = Graph()
     copies = {node: _placeholder(graph, node) for node in [*saved, *joint.tangents]}
-    # The gradients come last for those that no tangent reaches.
+    # The gradients last, for those that no tangent reaches.
     for node in [*sorted(needed, key=order.__getitem__), *grads]:
-        # As late as possible, in front of the first gradient that reads it: what is recomputed
-        # early would be held in memory while others run.
+        # As late as possible, before the first gradient that reads it: a value recomputed early
+        # would be held in memory while others run.
         missing = ancestors([node], copies).difference(copies)
         for pending in sorted(missing, key=order.__getitem__):
             copies[pending] = graph.node_copy(pending, copies.__getitem__)
@@ -167,7 +167,7 @@ def _backward_graph(joint: JointGraph, saved: Sequence[Node]) -> Graph:
 
 def _loss_backward(backward: Graph, tangent_outputs: Sequence[int], loss_output: int) -> Graph:
     graph = copy_graph(backward)
-    # Tangents stand behind the saved tensors.
+    # Tangents come after the saved tensors.
     tangents = graph.find_nodes(op="placeholder")[-len(tangent_outputs) :]
     others = [
         node for node, out in zip(tangents, tangent_outputs, strict=True) if out != loss_output
@@ -186,7 +186,7 @@ def _record(node: Node, kind: str) -> SavedTensor:
     value = node.meta["val"]
     is_tensor = isinstance(value, Tensor)
     shape = tuple(map(example_number, value.shape)) if is_tensor else ()
-    # A part of several results is named by the operator that made them all; an input by none.
+    # A part of several results is named by the operator that made them all; an input has none.
     source = node.args[0] if node.target is operator.getitem else node
     return SavedTensor(
         name=node.name,

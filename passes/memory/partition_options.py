@@ -17,9 +17,9 @@ def partition_options(program: Program, options: CompileOptions) -> dict[str, Pa
         own = (indices for call, indices in pairs if call.region is region)
         by_region[region.name] = PartitionOptions(
             loss_output=_loss_output(program, region),
-            # Of all calls: one graph serves them, and it may count on what holds for each.
+            # Common to all calls: one graph serves them, and may rely only on what holds for each.
             own_parameters=frozenset.intersection(*own),
-            overlap=options.overlap and options.tp > 1,  # one rank has nothing to wait for
+            overlap=options.overlap and options.tp > 1,  # one rank has no collectives
             sizes=program.sizes,
             runs_last=_runs_last(program, region),
             hardware=options.device,
@@ -34,7 +34,7 @@ def partition_options(program: Program, options: CompileOptions) -> dict[str, Pa
 def _runs_last(program: Program, region: Region) -> bool:
     """Return whether ``region`` is called once, after all layers."""
     calls = list(program.calls)
-    # A region that only hands on what layers stored in attributes saves nothing for its backward.
+    # A region that only returns what layers stored in attributes saves nothing for its backward.
     while calls and _hands_on(calls[-1].region):
         calls.pop()
     # With nothing before it, it is the entire model: what it saves is what a step holds.
@@ -43,7 +43,7 @@ def _runs_last(program: Program, region: Region) -> bool:
 
 
 def _hands_on(region: Region) -> bool:
-    """Return whether ``region`` computes nothing: at most it brings values to other placements."""
+    """Return whether ``region`` computes nothing: it only converts values to other placements."""
     nodes = region.module.graph.nodes
     return all(placements_of(n) is not None for n in nodes if n.op == "call_function")
 
@@ -53,7 +53,7 @@ def _loss_output(program: Program, region: Region) -> int | None:
     loss = program.loss
     if loss is None or program.calls[loss.index].region is not region:
         return None
-    # Otherwise another region's backward would send gradients here, besides the loss's own.
+    # Otherwise another region's backward would send gradients here, in addition to the loss's own.
     passed_on = any(
         ref.kind == "call" and ref.index == loss.index
         for call in program.calls

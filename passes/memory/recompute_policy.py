@@ -11,7 +11,7 @@ from torch.fx import Node
 from sp_compiler.passes.memory.forward_facts import ForwardFacts
 
 Tag = tuple[Literal["save", "offload", "recompute"], str]
-"""Fate of a node, and why in a few words; policies do not offload."""
+"""What happens to a node, and why in a few words; policies do not offload."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class RecomputePolicy:
         last_region: name of the policy that replaces this one in the region that runs last, if
             everything that it saves would exist at the same time anyway: backward starts there, so
             values that were not saved are recomputed at once. "" if there is none.
-        seeks: the reason of the tags that set this policy apart; where no node has such a tag, a
+        seeks: the reason of the tags that distinguish this policy; if no node has such a tag, a
             note says that it saves nothing. "" if it always recomputes something.
         chunks_rows: whether logits and attention may be recomputed, so that they can run in chunks.
     """

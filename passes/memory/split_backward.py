@@ -1,5 +1,5 @@
 """Split a backward in two: gradients of inputs, needed at once, and of parameters, which may be
-delayed.
+deferred (the B/W split of zero-bubble schedules).
 
 ::
 
@@ -34,7 +34,7 @@ def split_backward(parts: Partitioned, input_kinds: Sequence[RefKind]) -> Partit
     """Copy ``parts`` with its :attr:`~sp_compiler.ir.forward_backward.Partitioned.split`.
 
     Args:
-        parts: without overlap yet, so that a collective and its wait are together.
+        parts: without overlap, so that a collective and its wait are together.
         input_kinds: of the region's inputs, in order.
     """
     graph = parts.step_backward
@@ -44,9 +44,9 @@ def split_backward(parts: Partitioned, input_kinds: Sequence[RefKind]) -> Partit
     of_parameters = [kind == "param" for kind in input_kinds]
     for_inputs = [None if own else grad for grad, own in zip(grads, of_parameters, strict=True)]
     for_weights = [grad if own else None for grad, own in zip(grads, of_parameters, strict=True)]
-    # All that inputs need is of the first function, also where parameters need it too.
+    # Everything that inputs need is in the first function, even if parameters need it too.
     first = ancestors(node for node in for_inputs if node is not None)
-    # A tuple cannot be handed over: its parts belong to the function that has the operator.
+    # A tuple cannot be passed on: its parts belong to the function that has the operator.
     first |= {node for node in graph.nodes if is_getitem(node) and node.args[0] in first}
     needed = ancestors([node for node in for_weights if node is not None], first)
     second = [n for n in graph.nodes if n in needed and n not in first and n.op != "placeholder"]

@@ -7,15 +7,15 @@
     grad = add(grad_0, grad_1)
 
 A region that uses a parameter twice, such as a layer on two half batches, computes a gradient for
-each use. Their sum apart holds three tensors of the parameter's size at once and passes over memory
-four times more; here another product is accumulated by its own kernel, and any other summand is
-added in place. What is written into was made for the sum alone, in this backward.
+each use. A separate sum holds three tensors of the parameter's size at once and passes over memory
+four more times. Here the matmul kernel accumulates a matmul into the total, and any other summand
+is added in place. The tensor that is written into was made in this backward for the sum only.
 
 ::
 
     y = convert(mm(x, w), "P", "I")  ->  y = convert_in_place(mm(x, w), "P", "I")
 
-Likewise an all-reduce of a product or a sum that nothing else reads: else it would be copied first.
+An all-reduce of a matmul or a sum that nothing else reads is in place too: else it is copied first.
 
 Mutates the graph. Reads ``meta["val"]`` and ``meta["recomputed"]``; new nodes take the meta of what
 they replace.
@@ -60,8 +60,8 @@ def sum_in_place(graph: Graph, grads: Iterable[Node], world_size: int) -> None:
     sums = {node for node in reach(grads, _summands) if _is_sum(node)}
     # In graph order: of a chain of sums, each is the total of the next.
     for node in [node for node in graph.nodes if node in sums]:
-        # Either is right. Where the first was written into, one of the steps with half batches in
-        # docs/overlap.md took more memory than with a sum apart; with the second none does.
+        # Either operand may be the total. With the first, one of the steps with half batches in
+        # docs/overlap.md took more memory than with a separate sum; with the second none does.
         pairs = (node.args[1::-1], node.args[:2])
         ways = [_way(*pair) for pair in pairs if _may_be_written(*pair)]
         if ways:
@@ -71,18 +71,18 @@ def sum_in_place(graph: Graph, grads: Iterable[Node], world_size: int) -> None:
 
 
 def reduce_in_place(graph: Graph) -> None:
-    """Let the all-reduces of ``graph``, a forward or a backward, write into what they read."""
+    """Make the all-reduces of ``graph``, a forward or a backward, write into their operands."""
     for node in graph.find_nodes(op="call_function", target=CONVERT.overload):
         (total,) = node.all_input_nodes
         is_sum = is_call(base(total), *MATMULS, aten.add.Tensor)
-        in_order = total.meta["val"].is_contiguous()  # anything else is copied for it
+        in_order = total.meta["val"].is_contiguous()  # otherwise the collective copies it
         if collective_of(node) == "all_reduce" and is_sum and in_order and _is_own(total):
             node.target = CONVERT_IN_PLACE.overload
             report_of(Pass.PARTITION).rewrote(kind="reduced in place")
 
 
 class _Way(NamedTuple):
-    """``views(total) + views(part)``, of which ``total`` is written into.
+    """``views(total) + views(part)``, where the sum is written into ``total``.
 
     Attributes:
         views: of the total, the outermost first; those of the part are equal to them.
@@ -96,7 +96,7 @@ class _Way(NamedTuple):
 
     @property
     def accumulates(self) -> bool:
-        """Whether the part is a product that nothing else reads."""
+        """Whether the part is a matmul that nothing else reads."""
         read_once = all(len(node.users) == 1 for node in (self.part, *self.part_views))
         return read_once and is_call(self.part, aten.mm.default)
 
@@ -108,7 +108,7 @@ def _summands(node: Node) -> Sequence[Node]:
 
 
 def _is_sum(node: Node) -> bool:
-    """Return whether ``node`` is a sum of two tensors that lie in memory as it does itself."""
+    """Return whether ``node`` is a sum of two tensors with its own layout in memory."""
     if not is_call(node, aten.add.Tensor) or len(node.users) > 1:
         return False
     operands = node.args[:2]
@@ -124,26 +124,26 @@ def _same_layout(one: Node, other: Node) -> bool:
 
 
 def _may_be_written(total: Node, part: Node) -> bool:
-    """Return whether nothing but a sum with ``part`` reads the memory of ``total``."""
+    """Return whether only a sum with ``part`` reads the memory of ``total``."""
     return total is not part and _is_own(total)
 
 
 def _is_own(total: Node) -> bool:
-    """Return whether this function has made the memory of ``total``, for its one reader alone."""
+    """Return whether this function allocated the memory of ``total``, for only its one reader."""
     owner, names = base(total), view_chain(total)
-    # One of several results may be handed to another function than its operator's, as may what is
-    # recomputed; and an operator of ours, such as a conversion, may return what it is given. The
-    # code of a copy does where its operand has the strides already: `contiguous()`.
+    # One of several results may be passed to another function than its operator's, as may a
+    # recomputed value. One of our operators, such as a conversion, may return its operand, and so
+    # may a copy whose operand already has the strides: `contiguous()`.
     is_own = not is_part(owner) and not is_copy(owner) and operator_of(owner.target) is None
     is_own = is_own and owner.op == "call_function" and not owner.meta.get("recomputed")
     read_once = all(len(node.users) == 1 for node in (owner, total, *names))
-    # All of the memory, which would otherwise live on for a part of it.
+    # All of the memory: otherwise it would live on for a part of it.
     whole = same_shape([owner.meta["val"].numel()], [total.meta["val"].numel()])
     return is_own and read_once and whole
 
 
 def _way(total: Node, part: Node) -> _Way:
-    """Look behind equal views of both, which can be made of the sum instead."""
+    """Look through equal views of both, which can be made of the sum instead."""
     views, part_views = [], []
     while is_pure_view(total) and is_pure_view(part) and _call(total) == _call(part):
         inner, inner_part = total.args[0], part.args[0]
@@ -171,7 +171,7 @@ def _replace(node: Node, way: _Way, world_size: int) -> None:
             like=like, origin=Pass.PARTITION, name=base_name(node), val=total.meta["val"],
         )  # fmt: skip
         if way.views:
-            result.meta.pop("placement", None)  # that of the sum, whose dims are others
+            result.meta.pop("placement", None)  # it refers to the dims of the sum
         for view in reversed(way.views):
             args = (result, *view.args[1:])
             result = make_like(
@@ -179,7 +179,7 @@ def _replace(node: Node, way: _Way, world_size: int) -> None:
                 like=view, origin=Pass.PARTITION, name=base_name(view),
             )  # fmt: skip
     node.replace_all_uses_with(result)
-    # Readers first; a part that something else reads stays.
+    # Readers first; a part with other readers stays.
     for each in (node, *way.views, *way.part_views, part):
         if not each.users:
             node.graph.erase_node(each)

@@ -49,7 +49,7 @@ _CHUNKS: Mapping[str, Tag] = {
     "part": ("recompute", "one chunk of rows at a time"),
     "joined": ("save", "of all chunks of rows"),
 }
-"""By what :mod:`sp_compiler.passes.chunks.chunk` writes on a node."""
+"""By the value that :mod:`sp_compiler.passes.chunks.chunk` writes to ``meta["chunk"]``."""
 
 
 def tag_recompute(joint: JointGraph, policy: str) -> None:
@@ -57,7 +57,7 @@ def tag_recompute(joint: JointGraph, policy: str) -> None:
 
     Raises:
         ArgumentError: a policy that does not exist.
-        PassError: one that raises, or returns what is no tag.
+        PassError: one that raises, or returns something other than a tag.
     """
     if policy not in POLICIES:
         raise ArgumentError(f"recompute={policy!r}: {expected_one_of(policy, POLICIES)}")
@@ -65,9 +65,9 @@ def tag_recompute(joint: JointGraph, policy: str) -> None:
     backward = joint.backward_nodes()
     for node in joint.graph.nodes:
         if node.op != "call_function" or node in backward:
-            node.meta.pop("recompute", None)  # of another setting
+            node.meta.pop("recompute", None)  # left by another setting
             continue
-        if is_part(node):  # of several results; it goes where its operator goes
+        if is_part(node):  # of several results; it gets the tag of its operator
             source = node.args[0].meta
             tag = source["recompute"], source["recompute_reason"]
         else:
@@ -114,7 +114,7 @@ def _always(node: Node, facts: ForwardFacts) -> Tag | None:
         return "recompute", "constant"
     if has_inner_communication(node):
         return "save", "its collectives are not repeated"
-    # The context of all chunks is to a policy what it is of attention in one.
+    # A policy treats the joined context of all chunks like that of unchunked attention.
     if "chunk" in node.meta and not (node.meta["chunk"] == "joined" and node in facts.contexts):
         return _CHUNKS[node.meta["chunk"]]
     if is_identity(node):

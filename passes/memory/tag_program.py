@@ -54,17 +54,17 @@ class TaggedProgram:
                 report.rewrote(kind=tag)
                 if has_inner_communication(node):
                     report.decline(node, "recomputed, it would communicate again")
-                # An operator that became several is saved if one of them is.
+                # An operator that became several is tagged as saved if one of them is.
                 if tags.get(source, "recompute") == "recompute" or tag == "save":
                     tags[source] = tag
             for node in region.module.graph.nodes:
-                node.meta.pop("recompute", None)  # of another setting
+                node.meta.pop("recompute", None)  # left by another setting
                 if node.name in tags:
                     node.meta["recompute"] = tags[node.name]
         return cls(program, joints, origins)
 
     def by_operator(self, found: Mapping[tuple[str, str], Item]) -> dict[tuple[str, str], Item]:
-        """Return what was ``found`` of operators of the sharded regions, by those of this
+        """Return what was ``found`` for operators of the sharded regions, by those of this
         program."""
         return {
             (name, operator): item
@@ -87,11 +87,11 @@ def tag_program(
         program: sharded.
         joints: of each region, by name, its loss head in several numbers of chunks, the fewest
             first; left as they are.
-        options: what is wanted of each region, by name.
+        options: demands on each region, by name.
         policy: its name.
         world_size: number of tensor-parallel ranks.
     """
-    # The first has no chunks, unless they are asked for.
+    # The first has no chunks, unless the user asked for them.
     count = None if POLICIES[policy].chunks_rows else 1
     tagged = {name: [each.copy() for each in ways[:count]] for name, ways in joints.items()}
     for name, chunked in tagged.items():
@@ -108,9 +108,9 @@ def _found_nothing(joints: Mapping[str, JointGraph], policy: str) -> Iterator[st
     nodes = (node for joint in joints.values() for node in joint.graph.nodes)
     if sought and not any(node.meta.get("recompute_reason") == sought for node in nodes):
         yield (
-            f'recompute="{policy}" recomputes nothing here: no {sought} was found, which is two '
-            "products of activations with a softmax and no weights between, not fused; "
-            'recompute="selective" or "full" keep less'
+            f'recompute="{policy}" recomputes nothing here: no {sought} was found (two matmuls of '
+            "activations with an unfused softmax and no weights between them); "
+            'recompute="selective" or "full" save less'
         )
 
 
@@ -120,7 +120,7 @@ def _tag_region(joint: JointGraph, options: PartitionOptions, policy: str) -> No
     other = POLICIES[policy].last_region if options.runs_last else ""
     if not other:
         return
-    # Tried out: whether anything is gained shows only in the backward that comes of it.
+    # Both are tried: whether anything is gained shows only in the resulting backward.
     backward = partition_and_overlap(joint, options).step_backward
     tag_recompute(joint, other)
     if not _meet(partition_and_overlap(joint, options).saved, backward):

@@ -1,4 +1,4 @@
-"""Specialise a backward graph for zero tangents: operators that depend on them alone are dropped.
+"""Specialise a backward graph for zero tangents: operators that depend only on them are dropped.
 
 ======================  =========================
 before, ``z`` zero      after
@@ -45,11 +45,11 @@ def drop_zero_tangents(graph: Graph, tangents: Collection[Node], zero: Collectio
         moving = [operand for operand in node.all_input_nodes if operand in linear]
         if not moving:
             continue
-        if node.target in FILLED:  # takes only its shape
+        if node.target in FILLED:  # it reads only the shape
             _without_zeros(node, nothing)
             continue
         linear.add(node)
-        # Erased with what else nothing reads, once the output has no use for it.
+        # Erased below as dead code, once the output does not use it.
         if all(operand in nothing for operand in moving):
             nothing.add(node)
         elif any(operand in nothing for operand in moving):
@@ -75,18 +75,18 @@ def _without_zeros(node: Node, nothing: set[Node]) -> None:
 
 
 def _other_summand(node: Node, nothing: set[Node]) -> Node | None:
-    """``x`` of ``x + z`` and ``x - z`` where it is the result as it stands."""
+    """``x`` of ``x + z`` and ``x - z`` if it can replace the result."""
     if node.target not in _SUMS:
         return None
     call = arguments(node)
     first, second = call["self"], call["other"]
     if second in nothing:
         kept = first
-    elif node.target is aten.add.Tensor and call["alpha"] == 1:  # of "z - x" it would be -x
+    elif node.target is aten.add.Tensor and call["alpha"] == 1:  # for "z - x" it would be -x
         kept = second
     else:
         return None
-    # The sum may broadcast or widen it, which the summand alone would not.
+    # The sum may broadcast or widen it; the summand itself would not.
     value, result = kept.meta["val"], node.meta["val"]
     same = same_shape(value.shape, result.shape) and value.dtype == result.dtype
     return kept if same else None

@@ -5,9 +5,9 @@ Afterwards these hold:
 - no aliases, copies or asserts; a cast is ``_to_copy(x, dtype=...)``;
 - every view is ``reshape`` with explicit sizes; splits are ``split_with_sizes``;
 - dims are negative, so that a token-wise operator stays valid when leading dims are flattened;
-- an activation function that a model spells out is one operator;
+- an activation function that a model writes out by hand is one operator;
 - a bias is added by a separate ``add``, so that it can follow the reduction of a row-parallel
-  product; products with a plain weight act on the last dim of unflattened values;
+  matmul; matmuls with a plain weight act on the last dim of unflattened values;
 - an operand (1, s, h) or (s, h) of a pointwise (b, s, h) result is expanded to (b, s, h), one of
   (b, 1, 1) to (b, s, 1);
 - ids of lookups and losses on a device are checked by ``sp_compiler.checked_ids``;
@@ -69,7 +69,7 @@ _COPIES = (
     _aten.resolve_conj.default,
     _aten.resolve_neg.default,
 )
-# They raise if the elements that they join are not neighbours.
+# They raise if the elements that they reinterpret together are not adjacent in memory.
 _VIEWS_OF_MEMORY = (_aten.view_as_complex.default, _aten.view.dtype)
 _SPLITS = (_aten.split.Tensor, _aten.chunk.default, _aten.unsafe_split.Tensor)
 _REWRITTEN = frozenset((*REWRITTEN, *_RESHAPES, *_COPIES, *_SPLITS))
@@ -88,20 +88,21 @@ def normalize(
     Args:
         captured: a fresh capture.
         dropout: ``"regenerate"`` emits ``sp_compiler.dropout``, ``"stored"`` a mask and its use.
-        spelled_out: leave activation functions that are spelled out.
+        spelled_out: leave activation functions that are written out by hand.
 
     Raises:
         UnsupportedError: random numbers that cannot be drawn by the counter-based generator.
     """
     graph = captured.module.graph
-    mark_unlisted_layers(captured)  # steps below work inside of layers
-    # Assertions of the dtypes at the capture: they read values, and would keep dead ones alive.
+    mark_unlisted_layers(captured)  # the steps below work within layers
+    # They assert the dtypes of the capture; their operands count as uses and would keep dead values
+    # alive.
     for node in calls(graph, _aten._assert_tensor_metadata.default):
         graph.erase_node(node)
-    # One name per operator first: the steps below match few of the many that mean the same.
+    # One name per operator first: the steps below match few of the many synonyms.
     split_composites(graph, known=_REWRITTEN)
     canonical_operators(graph)
-    numbers = _lifted_numbers(captured)  # before the copies go, by which they are found
+    numbers = _lifted_numbers(captured)  # before the copies that identify them are dropped
     _drop_copies(graph)
     _move_to_device(numbers, captured)
     _canonical_views(graph)
@@ -112,17 +113,17 @@ def normalize(
     # Before rules see them, or a fused projection would be sharded across q, k and v.
     split_packed(graph)
     split_slices(graph)
-    # A mask that is folded away needs no explicit attention. Attention with dropout left inside
-    # becomes explicit, with a dropout of its own: only then is known what draws random numbers.
+    # A mask that is folded away needs no explicit attention. Attention that still has dropout is
+    # decomposed, with a separate dropout: only then is it known which operators draw.
     fold_attention_masks(captured)
     explicit_attention(graph)
     draw_by_counter(captured, stored=dropout == "stored")
-    # Biases are added apart, so that a row-parallel product can be reduced before.
+    # Biases are added separately, so that a row-parallel matmul can be reduced before.
     _split_bias(graph)
     _split_addmm(graph)
     _unflatten_products(graph)
     _merge_reshapes(graph)
-    # The next steps ask whether a value has one user: dead users would count.
+    # The next steps ask whether a value has only one user: dead users would count.
     erase_dead(graph)
     slice_before_products(graph)
     erase_dead(graph)
@@ -146,13 +147,13 @@ def _drop_copies(graph: Graph) -> None:
         if source.dtype is value.dtype and source.device == value.device:
             replace_with(node, node.args[0])
         else:
-            # Layout, pinned memory and memory format change no number. A device that does not
-            # change is left out: it would be a literal of the capture's.
+            # Layout, pinned memory and memory format change no values. An unchanged device is left
+            # out: it would be a literal from the capture.
             options = {key: node.kwargs[key] for key in ("dtype", "device") if key in node.kwargs}
             if source.device == value.device:
                 options.pop("device", None)
             node.kwargs = options
-    # Of a value with a gradient a detach stays: it stops the gradient.
+    # A detach of a value with a gradient stays: it stops the gradient.
     for node in calls(graph, _aten.detach.default):
         if not node.args[0].meta["requires_grad"]:
             replace_with(node, node.args[0])
@@ -162,8 +163,8 @@ def _lifted_numbers(captured: Captured) -> list[tuple[Node, str]]:
     """Return placeholder and name of each constant tensor that forward makes of Python numbers, as
     ``torch.tensor(2.0)`` does.
 
-    Tensors that forward finds, in a closure say, have names of the same kind. What tells the two
-    apart: export copies what forward makes before any use, for each call makes a new one.
+    Tensors that forward reads, from a closure for example, have similar names. The difference:
+    export copies a tensor made in forward before any use, because each call makes a new one.
     """
     placeholders = captured.module.graph.find_nodes(op="placeholder")
     return [
@@ -176,10 +177,11 @@ def _lifted_numbers(captured: Captured) -> list[tuple[Node, str]]:
 
 
 def _move_to_device(numbers: Sequence[tuple[Node, str]], captured: Captured) -> None:
-    """Move ``numbers`` that are used on one other device alone to it, or each step would copy them.
+    """Move each of ``numbers`` that is used only on one other device there, which saves a copy per
+    step.
 
     On a GPU the host would wait for that copy, which no CUDA graph can record (``cuda_graphs``).
-    Tensors that forward finds stay: a moved copy would not see what is written into them later.
+    Tensors that forward reads stay: a moved copy would not see what is written into them later.
     """
     for node, name in numbers:
         moves = [user for user in node.users if is_call(user, _aten._to_copy.default)]
@@ -187,7 +189,7 @@ def _move_to_device(numbers: Sequence[tuple[Node, str]], captured: Captured) -> 
         if len(moves) < len(node.users) or len(devices) != 1:
             continue
         moved = captured.constants[name].to(devices.pop())
-        # A dict of its own: a copy of the captured model has the other one.
+        # A new dict: a copy of the captured model shares the old one.
         captured.constants = {**captured.constants, name: moved}
         node.meta["val"] = node.meta["val"].to(moved.device)
         for move in moves:
@@ -235,7 +237,8 @@ def _position(index: int | None, size: int, default: int) -> int:
     """Return ``index`` counted from the front and clipped to ``0..size``."""
     if index is None:
         return default
-    # torch.export writes "to the end" so. An open index is not compared: that would be recorded.
+    # torch.export writes "to the end" as sys.maxsize. An open index is not compared with it: that
+    # would record a guard.
     if isinstance(index, int) and index >= sys.maxsize:
         return size
     index = index + size if index < 0 else index
@@ -274,19 +277,19 @@ def _split_addmm(graph: Graph) -> None:
 def _unflatten_products(graph: Graph) -> None:
     """``reshape(linear(x, w) + b, (..., o))`` -> ``linear(reshape(x, (..., i)), w) + b``.
 
-    With ``x`` (n, i) and one matrix: GPT-2's Conv1D flattens the tokens around its product.
+    With ``x`` (n, i) and one matrix: GPT-2's Conv1D flattens the tokens around its matmul.
     Afterwards it works on unflattened tokens like everything around it, and the two reshapes of
     ``x`` cancel.
     """
     for node in calls(graph, _aten.linear.default, _aten.matmul.default):
         x, weight = node.args
         assert isinstance(x, Node)
-        # Several matrices make dims of their own, which the reshape counts too.
+        # A stack of matrices has batch dims, which the reshape would have to keep too.
         if len(shape_of(x)) != 2 or len(shape_of(weight)) != 2:
             continue
         last = _biased(node)
         users = [user for user in last.users if is_call(user, _aten.reshape.default)]
-        # All of them, or the product would be computed twice.
+        # Only if every user is such a reshape: otherwise the matmul would be computed twice.
         if not users or len(users) != len(last.users):
             continue
         shape = shape_of(users[0])
@@ -333,24 +336,24 @@ def _merge_reshapes(graph: Graph) -> None:
 def _expand_tokens(graph: Graph) -> None:
     """Make the broadcast of an operand over some of the tokens a separate node.
 
-    That is, of (1, s, ...) or (s, ...) over the batch, and of a number per sequence (b, 1, 1), as
+    That is, of (1, s, ...) or (s, ...) over the batch, and of one value per sequence (b, 1, 1), as
     in stochastic depth, over the sequence.
     """
-    # Once in a layer: attention is recognised by one mask in front of and behind its softmax.
+    # Once per layer: attention is recognised by one mask before and after its softmax.
     expanded: dict[tuple[Node, ModuleCall, str], Node] = {}
     for node in list(graph.nodes):
         is_single = isinstance(node.meta.get("val"), torch.Tensor)  # frexp has two results
         if node.op != "call_function" or not is_tagged_pointwise(node) or not is_single:
             continue
         result = shape_of(node)
-        # Only (b, s, h): its rows of tokens are flattened together, and what is broadcast over
+        # Only (b, s, h): its rows of tokens are flattened together, and an operand broadcast over
         # some of them has no rows until it is expanded.
         if len(result) != 3 or result[0] == 1 or result[1] == 1:
             continue
         for operand in dict.fromkeys(node.all_input_nodes):
             shape = shape_of(operand)
             per_position = same_shape(shape[-2:-1], result[1:2]) and math.prod(shape[:-2]) == 1
-            # Of (b, 1, h) not: expanded before it is cut into rows, it would take s times as much.
+            # Not (b, 1, h): expanded before it is cut into rows, it would take s times as much.
             if per_position or same_shape(shape, (result[0], 1, 1)):
                 size = [*result[:2], shape[-1]]
                 key = operand, layer_of(node), str(size)  # as text: open sizes have no hash

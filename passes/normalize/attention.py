@@ -24,18 +24,17 @@ from sp_compiler.ir.symbolic import Binding, evaluate
 _ORIGIN = Pass.NORMALIZE
 _aten = torch.ops.aten
 _sdpa = _aten.scaled_dot_product_attention.default
-# Largest value that is computed in full to find out a mask's kind: a quarter of a gigabyte of
-# booleans.
+# Largest value that is computed in full to classify a mask: a quarter of a gigabyte of booleans.
 _MAX_ELEMENTS = 1 << 28
-# Elements of those rows of a larger one that are computed at once: they stay in a cache.
+# Number of elements computed at once of a larger value, in blocks of rows: they fit in a cache.
 _ROW_ELEMENTS = 1 << 21
-# Largest mask that is looked at: 131,072 x 131,072, which takes a core about a minute.
+# Largest mask that is examined: 131,072 x 131,072, which takes a core about a minute.
 _MAX_MASK_ELEMENTS = 1 << 34
-# A mask that stays and is as large as this is worth a remark.
+# A mask that is kept and is at least this large is worth a remark.
 _LARGE_BYTES = 1 << 26
 _OTHER = "the mask is neither causal nor open, or depends on an input"
-# Operators whose rows depend on the same rows of their operands alone, beside those that torch tags
-# as pointwise; of those with a size or a diagonal, it is that of the rows.
+# Operators in addition to those that torch tags as pointwise of which a row of the result depends
+# only on the same row of the operands. A size or diagonal argument refers to the rows computed.
 _BY_ROWS = frozenset(
     {
         _aten.__and__.Tensor,
@@ -65,12 +64,12 @@ def fold_attention_masks(captured: Captured) -> None:
     ``sdpa(q, k, v, mask)`` -> ``sdpa(q, k, v, None, p, is_causal=True)`` where ``mask`` evaluates
     to the lower triangle, -> ``sdpa(q, k, v)`` if it masks nothing. The mask is computed, not
     guessed: it may depend only on constants of the graph and open ``sizes``, and is computed again
-    for every size that the program is used with; a large one by rows, where its operators allow
-    that.
+    for every size that the program is used with. A large mask is computed in blocks of rows, if its
+    operators allow that.
     """
     sizes = captured.sizes
     binding = sizes.example if sizes is not None else {}
-    # For the graph: all layers share one mask, or masks made of the same parts.
+    # One for the whole graph: all layers share one mask, or masks made of the same parts.
     constants = _Constants(binding)
     kinds: dict[Node, str | None] = {}
     for node in calls(captured.module.graph, _sdpa):
@@ -94,7 +93,7 @@ def fold_attention_masks(captured: Captured) -> None:
 
 
 def _large(attention: Node, mask: Tensor, binding: Binding) -> list[str]:
-    """Return a remark on a mask that stays, if it is large."""
+    """Return a remark on a mask that is kept, if it is large."""
     shape = evaluate(tuple(mask.shape), binding)
     num_bytes = math.prod(shape) * mask.itemsize
     if num_bytes < _LARGE_BYTES:
@@ -108,7 +107,7 @@ def _large(attention: Node, mask: Tensor, binding: Binding) -> list[str]:
 
 def _proof(mask: Node, kind: str | None) -> Callable[[Binding], bool]:
     """Return a function that checks whether ``mask`` is of this kind for other sizes too."""
-    # On a copy, because the mask is erased from the graph once nobody uses it.
+    # On a copy, because the mask is erased from the graph once it has no users.
     graph, copies, needed = Graph(), dict[Node, Node](), ancestors([mask])
     for node in mask.graph.nodes:
         if node in needed:
@@ -132,7 +131,7 @@ class _Constants:
         if num_rows * num_columns > _MAX_MASK_ELEMENTS:
             return None
         step = max(1, _ROW_ELEMENTS // max(1, num_columns))
-        # One row is that of all queries.
+        # A single row may be broadcast to all queries: it is never taken for causal.
         kinds = {"all", "causal"} if num_rows > 1 else {"all"}
         for first in range(0, num_rows, step):
             kinds &= _kinds(self._rows(mask, range(first, min(first + step, num_rows))), first)
@@ -141,7 +140,7 @@ class _Constants:
         return min(kinds)
 
     def _rows(self, node: Node, rows: range) -> Tensor | None:
-        """Compute rows of a value, all if it has one; ``None`` if they cannot be computed."""
+        """Compute ``rows`` of a value, or all if it has one; ``None`` if that is impossible."""
         by_rows = is_tagged_pointwise(node) or node.target in (*_BY_ROWS, *_SHAPE_ONLY)
         if self._num_elements(node) <= _ROW_ELEMENTS or not by_rows or draws(node):
             return _rows_of(self._value(node), rows)
@@ -159,20 +158,20 @@ class _Constants:
     def _value(self, node: Node) -> Tensor | None:
         if node in self._known:
             return self._known[node]
-        self._known[node] = None  # values that depend on an input, and those that are too large
+        self._known[node] = None  # stays if the value depends on an input or is too large
         value = node.meta["val"]
         if node.op != "call_function" or not isinstance(value, Tensor) or is_getitem(node):
             return None
         if self._num_elements(node) <= _MAX_ELEMENTS and not draws(node):
-            # Down to the factories, for a mask is a short chain of operators on them. Of some the
-            # operand may well depend on an input: its numbers are not read.
+            # Recursion down to the factories: a mask is a short chain of operators on them. Where
+            # only an operand's shape is read, the operand may depend on an input.
             operand_of = self._shape if node.target in _SHAPE_ONLY else self._value
             operands = {x: operand_of(x) for x in node.all_input_nodes}
             self._known[node] = self._call(node, node.args, node.kwargs, operands)
         return self._known[node]
 
     def _shape(self, node: Node) -> Tensor | None:
-        """Return a tensor without numbers."""
+        """Return a tensor that has a shape and a dtype but no meaningful values."""
         value = node.meta["val"]
         shape = evaluate(tuple(value.shape), self._binding)
         return torch.empty((), dtype=value.dtype, device="cpu").expand(shape)
@@ -211,15 +210,15 @@ def _kinds(rows: Tensor | None, first: int) -> set[str]:
     for dim in range(rows.ndim - 2):
         if rows.stride(dim) == 0:  # expanded
             rows = rows.narrow(dim, 0, min(1, rows.shape[dim]))
-    # A mask of numbers is added to the scores: the lowest number, or -inf, forbids. Any other value
-    # (a bias by distance, as ALiBi's) is no mask in this sense.
+    # A floating-point mask is added to the scores: 0 allows, the lowest value or -inf forbids. With
+    # any other value (a bias by distance, as ALiBi's) it is not a mask in this sense.
     allowed = rows if rows.dtype is torch.bool else rows == 0
     if rows.dtype is not torch.bool:
         is_mask = allowed | (rows <= torch.finfo(rows.dtype).min)
         if not bool(is_mask.all()):
             return set()
     num_rows = rows.shape[-2]
-    # Left of this triangle are ones, on its right zeros.
+    # Causal: ones on the left of this triangle, zeros on its right.
     triangle = torch.ones(num_rows, num_rows, dtype=torch.bool, device="cpu").tril()
     left, middle, right = allowed.tensor_split((first, first + num_rows), dim=-1)
     causal = bool(left.all()) and not bool(right.any())
@@ -229,7 +228,7 @@ def _kinds(rows: Tensor | None, first: int) -> set[str]:
 
 
 def explicit_attention(graph: Graph) -> None:
-    """Fused attention with dropout -> products, mask, softmax, dropout, in place.
+    """Fused attention with dropout -> matmuls, mask, softmax, dropout, in place.
 
     ``sdpa(q, k, v, mask, p, causal)`` -> ``matmul(dropout(softmax(mask(q @ k^T * scale))), v)``
 
@@ -267,7 +266,7 @@ def explicit_attention(graph: Graph) -> None:
 
 
 def _repeat_heads(node: Node, x: Node, num_heads: int) -> Node:
-    """(b, kv heads, l, d) -> (b, num_heads, l, d), every head repeated beside itself."""
+    """(b, kv heads, l, d) -> (b, num_heads, l, d), the copies of a head next to each other."""
     *lead, kv_heads, length, width = shape_of(x)
     if kv_heads == num_heads:
         return x
@@ -282,8 +281,8 @@ def _masked_softmax(node: Node, scores: Node, mask: Node | None, *, causal: bool
     """Return probabilities; a completely masked row is zero, as in fused attention."""
     is_bool = mask is not None and mask.meta["val"].dtype is torch.bool
     if is_bool:
-        # A causal row always sees itself; a given mask may forbid all of a row, and the softmax of
-        # nothing but -inf is NaN.
+        # A causal row always sees itself; a given mask may forbid an entire row, and the softmax of
+        # a row of -inf is NaN.
         lowest = -math.inf if causal else torch.finfo(scores.meta["val"].dtype).min
         args = (mask, scores, lowest)
         scores = insert_call(node, _aten.where.ScalarOther, args, origin=_ORIGIN)

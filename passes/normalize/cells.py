@@ -1,4 +1,4 @@
-"""Recurrent cells and bilinear forms as matrix products."""
+"""Recurrent cells and bilinear forms as matmuls."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _gates(node: Node, x: Node, weight: Node, bias: Node | None) -> list[Node]:
 
 
 def bilinear(node: Node) -> None:
-    """``x1 @ W[o] @ x2`` for every output o: one product with all of ``W``, then sums of rows."""
+    """``x1 @ W[o] @ x2`` for every output o: one matmul with all of ``W``, then sums of rows."""
     args = arguments(node)
     first, second, weight = args["input1"], args["input2"], args["weight"]
     outputs, width, other = shape_of(weight)

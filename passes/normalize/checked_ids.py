@@ -1,13 +1,13 @@
-"""Ids on a GPU, which are checked in front of lookups and losses, because the check inside of those
-ends the use of the device.
+"""Check ids on a GPU before lookups and losses, because the check in those kernels is a device-side
+assert, after which the device cannot be used.
 
 ::
 
     x = embedding(table, ids)     ->    inside = checked_ids(ids, rows, ...)
                                         x = embedding(table, inside)
 
-Not ids that pick rows with ``x[ids]``, ``gather`` or ``index_select``: those are mostly computed
-(the experts of a token), once per layer, where a check would take time in each.
+Ids that pick rows with ``x[ids]``, ``gather`` or ``index_select`` are not checked: they are mostly
+computed (the experts of a token), once per layer, and a check would take time in each.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from sp_compiler.ops.gpu.checked_ids import CHECKED_IDS
 
 _aten = torch.ops.aten
 DEVICES = ("cuda",)
-"""Types of devices whose own check ends their use."""
+"""Types of devices that cannot be used after their own check failed."""
 _LOOKUPS = (_aten.embedding.default, _aten.embedding_bag.padding_idx)
-# The second where it is not of rows of log_softmax, of which the first is made.
+# nll_loss only if its input is not log_softmax: otherwise it became a cross_entropy_loss.
 _LOSSES = (_aten.cross_entropy_loss.default, _aten.nll_loss_nd.default)
 
 

@@ -1,4 +1,4 @@
-"""Composite operators that no sharding rule knows, as the operators that they are made of."""
+"""Composite operators that no sharding rule knows, as the operators they consist of."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ def split_composites(graph: Graph, known: Collection[object]) -> None:
     """Replace composite operators without a sharding rule by their parts, if all of those have one.
 
     ``multiply(x, y)`` -> ``mul(x, y)``; ``outer(x, y)`` -> ``reshape(x, (n, 1)) * y``. They are
-    other names of operators, NumPy's for one, or short for a few: whole, they would run replicated.
+    synonyms of operators, such as NumPy's names, or short for a few operators; left whole, they
+    would run replicated.
 
     Args:
-        known: operators, beside those with a rule, that later steps rewrite.
+        known: operators that later steps rewrite, in addition to those with a rule.
     """
     bodies: dict[Hashable, Graph | None] = {}
     for node in list(graph.nodes):
@@ -50,12 +51,12 @@ def split_composites(graph: Graph, known: Collection[object]) -> None:
 def _known_parts(node: Node, known: Collection[object]) -> Graph | None:
     """Return the operators that a call runs, ``None`` if a later pass does not know one."""
     if not all(isinstance(x.meta["val"], Tensor) for x in node.all_input_nodes):
-        return None  # an open size, which tracing would take for the example's
+        return None  # an open size, which tracing would replace by the example's
     shapes = [x.meta["val"].shape for x in node.all_input_nodes]
     sizes = [leaf.node.expr for leaf in chain(*shapes) if is_open(leaf)]
     numbers = filter(is_open, tree_leaves((node.args, node.kwargs)))
     if any(number.node.expr not in sizes for number in numbers):
-        return None  # an open size of something else, which the tracer would not know
+        return None  # an open size of another tensor, which the tracer would not know
     body = trace_call(node, fake_mode_of(node.graph))
     # A constant among the parts would be an attribute of another module.
     is_known = not body.find_nodes(op="get_attr") and all(_is_known(x, known) for x in _calls(body))
@@ -69,7 +70,7 @@ def _calls(body: Graph) -> list[Node]:
 def _is_known(part: Node, known: Collection[object]) -> bool:
     if part.target in (operator.getitem, *known):
         return True
-    # Some write into what they made, which no later pass expects.
+    # Some write into tensors that they made, which no later pass expects.
     if not isinstance(part.target, OpOverload) or mutates(part) or draws(part):
         return False
     # Without operands: a new tensor, which is the same on all ranks.

@@ -1,4 +1,4 @@
-"""One form for operators with several spellings, and common operators in place of rare ones."""
+"""One form for operators with several forms, and common operators in place of rare ones."""
 
 from __future__ import annotations
 
@@ -38,26 +38,26 @@ def canonical_operators(graph: Graph) -> None:
     - ``copy(x, y)``, ``fill(x, y)`` -> ``y``, cast and expanded
     - ``expand_as``, ``reshape_as``, ``view_as`` -> ``expand``, ``reshape``
     - ``broadcast_tensors(x, y)[i]`` -> ``expand`` of one
-    - ``einsum`` -> ``matmul`` or ``linear``, sums and moves of dims, see :func:`.einsum.contract`
+    - ``einsum`` -> ``matmul`` or ``linear``, sums and permutations, see :func:`.einsum.contract`
     - ``adaptive_avg_pool`` to one element -> ``mean``
     - ``glu(x)`` -> ``a * sigmoid(b)`` of the halves of ``x``
     - ``cross_entropy`` of logits with classes in dim 1 of several -> that of rows of logits; with
-      probabilities as targets -> their product with ``log_softmax``
+      probabilities as targets -> their elementwise product with ``log_softmax``
     - ``logsumexp`` that keeps its dims -> one that does not, and ``reshape``
     - recurrent layers with dropout between them -> one operator per layer
-    - ``gru_cell`` -> two projections and their gates; ``bilinear`` -> a product, sums of its rows
+    - ``gru_cell`` -> two projections and their gates; ``bilinear`` -> a matmul, sums of its rows
     - ``nll_loss`` of ``log_softmax(x)`` -> ``cross_entropy`` of ``x``; ``kl_div`` -> elementwise
     - ``multilabel_margin_loss``, ``binary_cross_entropy_with_logits`` -> their definitions
     - ``mse_loss`` and other means or sums of losses of elements -> the losses, then mean or sum
     - ``log_softmax(x).gather(-1, y)`` of a label per row -> ``-cross_entropy(x, y)``
     - ``_weight_norm(v, g)`` -> ``v * (g / norm(v))``
-    - ``x[..., i::n]`` of a dim that n divides -> ``select`` from its last n elements side by side
+    - ``x[..., i::n]`` of a dim divisible by n -> ``select`` from its groups of n adjacent elements
     - ``repeat``, ``repeat_interleave`` with a number -> ``reshape``, ``expand``, ``reshape``
-    - ``sort``, ``argsort`` -> the stable ones: else the order of equal keys is up to the kernel,
-      and where backward sorts again another one may run (Inductor's, or that of a fallback)
-    - operators with sparse gradients (``embedding(..., sparse=True)``) -> those with dense ones,
-      which alone can be summed over ranks and be parts of a distributed parameter
-    - a tensor that is marked as conjugate or negative -> one that is, for the mark is lost between
+    - ``sort``, ``argsort`` -> the stable ones: otherwise the order of equal keys is up to the
+      kernel, and backward may sort again with another kernel (Inductor's, or a fallback)
+    - operators with sparse gradients (``embedding(..., sparse=True)``) -> those with dense ones:
+      only dense gradients can be summed over ranks and be parts of a distributed parameter
+    - a tensor with the conjugate or negative bit -> a computed one, because the bit is lost between
       ranks; ``ihfft`` -> ``rfft`` and its conjugate
     - a new tensor like an activation -> one of that size, which does not depend on the activation
     - a new tensor without a dtype -> one of the dtype that it had when captured
@@ -70,7 +70,7 @@ def canonical_operators(graph: Graph) -> None:
     for node in graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg()):
-            refake(node)  # a view of what was marked
+            refake(node)  # a view of a tensor that had the bit
     for node in calls(graph, *_WITH_SPARSE_GRADIENTS):
         _dense_gradient(node)
     # torch.get_default_dtype() may be another one when the program runs.
@@ -142,7 +142,7 @@ def _product(node: Node) -> None:
     x, other = node.args[:2]
     assert isinstance(x, Node)
     assert isinstance(other, Node)
-    # A vector times a matrix stays: its result has no rows of tokens, which ``linear``'s rule has.
+    # A vector times a matrix stays: its result lacks the rows of tokens that linear's rule expects.
     if len(shape_of(x)) > 1 and _is_transposed(other):
         replace_call(node, _aten.linear.default, (x, other.args[0]), origin=_ORIGIN)
 
@@ -167,7 +167,7 @@ def _glu(node: Node) -> None:
 
 
 def _pooled_to_one(node: Node) -> None:
-    # Where channels are last in memory, autograd would see a view by strides in place of it.
+    # For channels-last inputs, autograd would otherwise record an as_strided of the mean.
     bound = arguments(node)
     if all(size == 1 for size in bound["output_size"]):
         dims = list(range(-len(bound["output_size"]), 0))
@@ -195,7 +195,7 @@ def _norm_except(node: Node, x: Node, power: int, dim: int) -> Node:
 
 
 def _is_transposed(node: Node) -> bool:
-    """Return whether it is ``w.T`` of a ``w`` with two dims, in any form."""
+    """Return whether the node is ``w.T`` of a ``w`` with two dims, in any form."""
     if len(shape_of(node)) != 2 or not is_call(node, _aten.transpose.int, _aten.permute.default):
         return False
     dims = node.args[1:] if is_call(node, _aten.transpose.int) else node.args[1]
@@ -208,8 +208,8 @@ def _type_as(node: Node) -> None:
 
 
 def _copy(node: Node) -> None:
-    # No value is ever written: a copy over another is the source, with the other's shape and dtype,
-    # and on its device: a number that is written into a tensor on a GPU comes from the CPU.
+    # Values are never written in place: a copy over another is the source with the other's shape,
+    # dtype and device (a scalar that is written into a tensor on a GPU comes from the CPU).
     _expand_to(node, _cast_like(node, node.args[1]))
 
 
@@ -247,17 +247,17 @@ def _reshape_as(node: Node) -> None:
 
 
 def _strided_slice(node: Node) -> None:
-    """Interleaved rotary embeddings and their like: ``x[..., ::2]`` and ``x[..., 1::2]``."""
+    """Interleaved rotary embeddings and similar: ``x[..., ::2]`` and ``x[..., 1::2]``."""
     bound = arguments(node)
     x, step = bound["self"], bound["step"]
     shape = shape_of(x)
     dim = bound["dim"] % len(shape)
     if step == 1:
         return
-    # Not by slice.indices, which would make a number of an open size.
+    # Not by slice.indices, which would specialize an open size.
     start = bound["start"] or 0
     start = start if start >= 0 else torch.sym_max(start + shape[dim], 0)
-    # A dim that the step does not divide has no factors that a rule could name.
+    # A dim that is not divisible by the step cannot be split into factors that a rule could name.
     if shape[dim] % step or shape_of(node)[dim] != shape[dim] // step:
         return
     size = [*shape[:dim], shape[dim] // step, step, *shape[dim + 1 :]]
@@ -278,7 +278,7 @@ def _repeat_interleave(node: Node) -> None:
     """(n,) -> (n, 1) -> (n, r) -> (n * r,), as key-value heads are repeated."""
     bound = arguments(node)
     shape = shape_of(bound["self"])
-    if bound["dim"] is None:  # of all elements, flattened
+    if bound["dim"] is None:  # it repeats all elements, flattened
         return
     dim = bound["dim"] % len(shape)
     narrow = [(n, 1) for n in shape]
@@ -311,13 +311,13 @@ def _logsumexp(node: Node) -> None:
 
 
 def _like(node: Node) -> None:
-    # Else a mask of zeros like the hidden states would be active, and placed with them.
+    # Otherwise a mask of zeros like the hidden states would be active, and placed with them.
     source = node.args[0]
     if not isinstance(source, Node) or not source.meta["requires_grad"]:
         return
     name = node.target._schema.name.split("::")[1].removeprefix("new_").removesuffix("_like")
     numbers = (arguments(node)["fill_value"],) if name == "full" else ()
-    # Uninitialized memory is to be overwritten: zeros do as well, and are equal on every rank.
+    # Uninitialized memory will be overwritten: zeros serve as well, and are equal on every rank.
     _replace_by_factory(node, "zeros" if name == "empty" else name, *numbers)
 
 
@@ -346,7 +346,7 @@ _WITH_SPARSE_GRADIENTS = (
     _aten.gather.default,
 )
 _SPARSE = ("sparse", "sparse_grad")
-"""Names of the argument that says so; dense is its default."""
+"""Names of the argument that requests sparse gradients; its default is dense."""
 _STABLE_SORTS = {_aten.sort.default: _aten.sort.stable, _aten.argsort.default: _aten.argsort.stable}
 _REWRITES: dict[object, Callable[[Node], None]] = {
     _aten.__and__.Tensor: _bitwise_and,

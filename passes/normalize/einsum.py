@@ -1,4 +1,4 @@
-"""``einsum`` as sums, matrix products and permutations, which have sharding rules."""
+"""``einsum`` as sums, matmuls and permutations, which have sharding rules."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def contract(
     bthd,bthd->bth      ``sum(mul(x, y), -1)``
     ==================  =======================================================================
 
-    A letter of only one operand that is not in the result is summed first; for a letter that occurs
+    A label of only one operand that is not in the result is summed first; for a label that occurs
     twice in an operand the diagonal is taken; more than two operands are multiplied pairwise.
 
     Args:
@@ -63,7 +63,7 @@ def contract(
         # The later one first: its removal does not move the other.
         right, left = remaining.pop(second), remaining.pop(first)
         needed = {*out, *(name for _, names in remaining for name in names)}
-        # The last product comes in the order of the result, so that no move follows.
+        # The last product has the order of the result, so that no permutation follows.
         order = dict.fromkeys((*left[1], *right[1])) if remaining else out
         kept = [name for name in order if name in needed]
         product = _product(node, left, right, kept, sizes)
@@ -138,18 +138,18 @@ def _without_broadcast(
 def _product(
     node: Node, left: Labelled, right: Labelled, kept: list[Label], sizes: dict[Label, int]
 ) -> Labelled:
-    """Multiply two operands and sum over all labels but ``kept``, whose order the result has."""
-    # Labels that neither the result nor the other operand has: smaller before the product.
+    """Multiply two operands and sum over all labels but ``kept``, the order of the result."""
+    # Labels that neither the result nor the other operand has are summed first.
     left, right = (
         _summed(node, *operand, [*kept, *other[1]])
         for operand, other in ((left, right), (right, left))
     )
-    # Labels of both that stay are a batch; of both that go, the inner sum; of one, its own rows.
+    # Labels of both operands are batch dims if kept, else contracted; those of one are its rows.
     batch = [name for name in kept if name in left[1] and name in right[1]]
     rows_left, rows_right = (
         [name for name in kept if name in names and name not in batch] for _, names in (left, right)
     )
-    # The one whose rows come first in the result goes left: no dims have to move afterwards.
+    # The operand whose rows come first in the result goes left: no dims have to move afterwards.
     if rows_right and (not rows_left or kept.index(rows_right[0]) < kept.index(rows_left[0])):
         left, right = right, left
     (x, x_names), (y, y_names) = left, right
@@ -160,10 +160,10 @@ def _product(
     def size(names: Iterable[Label]) -> int:
         return math.prod(sizes[name] for name in names)
 
-    # An outer product, or a sum over elementwise products: these are no matrix products.
+    # An outer product, or a sum over elementwise products: these are not matmuls.
     if not inner or not (x_own or y_own):
         names = [*(name for name in kept if name in (*x_names, *y_names)), *inner]
-        # Each with a dim for every label, of size 1 where it has none.
+        # Each factor gets a dim for every label, of size 1 for labels that it lacks.
         factors = []
         for x, own in (left, right):
             moved = _moved(node, x, own, [name for name in names if name in own])
@@ -172,11 +172,11 @@ def _product(
         return _summed(node, _call(node, _aten.mul.Tensor, *factors), names, kept)
     x = _moved(node, x, x_names, [*batch, *x_own, *inner])
     lead = [sizes[name] for name in batch]
-    # A product with a plain weight takes rows of any number of dims, which keeps the tokens apart;
-    # one with a batch takes matrices.
+    # A matmul with a plain weight takes rows of any number of dims, which keeps the token dims
+    # separate; a batched one takes matrices.
     rows = [size(x_own)] if batch or not x_own else [sizes[name] for name in x_own]
     x = _reshaped(node, x, [*lead, *rows, size(inner)])
-    # A weight stored (out, in) needs no move, for ``linear`` transposes it itself.
+    # A weight stored (out, in) needs no permutation: ``linear`` transposes it itself.
     if not batch and y_names == [*y_own, *inner]:
         y = _reshaped(node, y, [size(y_own), size(inner)])
         product = _call(node, _aten.linear.default, x, y)

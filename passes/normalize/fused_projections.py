@@ -1,4 +1,4 @@
-"""Fused projections (q, k, v in one product) as splits of its last dim.
+"""Fused projections (q, k, v in one matmul) as splits of its last dim.
 
 From a split, sharding derives the segments of the weight: q, k and v must each be sharded over all
 ranks, not their concatenation.
@@ -60,7 +60,7 @@ def split_packed(graph: Graph) -> None:
 
 
 def split_slices(graph: Graph) -> None:
-    """``y[..., :a]``, ``y[..., a:b]``... that partition a product -> its ``split_with_sizes``.
+    """``y[..., :a]``, ``y[..., a:b]``... that partition a matmul -> its ``split_with_sizes``.
 
     In place. Slices of other values (such as halves of a head for rotary embeddings) do not change.
     """
@@ -97,7 +97,7 @@ def _packed_source(select: Node) -> Node | None:
             packed = len(shape_of(node)) - 2
             if dims is None or dims[select.args[1]] != packed:
                 return None
-            # The other dims in their first order: else the part would have to be transposed.
+            # The other dims must be in their first order: else the part would be transposed.
             rest = [dim for dim in dims if dim is not None and dim != packed]
             return node if rest == sorted(rest) else None
         chain.append(node)
@@ -106,7 +106,7 @@ def _packed_source(select: Node) -> Node | None:
 
 
 def _unflattens_last(node: Node) -> bool:
-    """Return whether it is ``reshape(x, (*x.shape[:-1], n, e))`` with n > 1."""
+    """Return whether the node is ``reshape(x, (*x.shape[:-1], n, e))`` with n > 1."""
     if not is_call(node, _aten.reshape.default):
         return False
     source, result = shape_of(node.args[0]), shape_of(node)

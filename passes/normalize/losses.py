@@ -16,7 +16,7 @@ _ORIGIN = Pass.NORMALIZE
 _aten = torch.ops.aten
 _NONE, _MEAN, _SUM = 0, 1, 2  # torch's enumeration of reductions
 _NO_LABEL = -(2**31)
-"""To ignore where nothing is ignored: -100 would be an index out of range."""
+"""``ignore_index`` where nothing is ignored: with torch's default, -100 would not be an error."""
 _RESHAPES = (_aten.reshape.default, _aten.view.default, _aten.flatten.using_ints)
 
 
@@ -56,7 +56,7 @@ def _of_probabilities(node: Node) -> None:
     products = _call(node, _aten.mul.Tensor, log_probabilities, target)
     losses = _call(node, _aten.neg.default, _call(node, _aten.sum.dim_IntList, products, [-1]))
     if args["reduction"]:
-        # Not a mean of the products: of a sum over classes every rank can have its share.
+        # Not a mean of the products: each rank can compute its share of a sum over classes.
         losses = _call(node, _aten.sum.default, losses)
     else:
         losses = _call(node, _aten.reshape.default, losses, list(shape_of(node)))
@@ -103,7 +103,7 @@ def picked_log_probabilities(node: Node) -> None:
     if not is_call(source, _aten.log_softmax.int) or len(source.users) > 1 or last < 1:
         return
     softmax = arguments(source)
-    # What is picked along another dim, or several classes per row, is no loss.
+    # A gather along another dim, or of several classes per row, is not a loss.
     if {args["dim"], softmax["dim"]} - {-1, last} or not same_shape(shape[-1:], (1,)):
         return
     # A gather may leave rows out.
@@ -137,7 +137,7 @@ def kl_div(node: Node) -> None:
 def loss_of_elements(node: Node) -> None:
     """Rewrite a mean or a sum of losses of elements to the losses, and their mean or sum.
 
-    Each rank has the losses of its part, where the loss itself would need the whole tensors.
+    Each rank has the losses of its part; the reduced loss would need the whole tensors.
     """
     args = arguments(node)
     if args["reduction"] == _NONE:
@@ -148,8 +148,8 @@ def loss_of_elements(node: Node) -> None:
 
 
 def binary_cross_entropy_with_logits(node: Node) -> None:
-    """``(1 - t) * x - log_sigmoid(x)``, whose last term counts ``pos_weight`` times where
-    ``t`` is 1."""
+    """``(1 - t) * x - log_sigmoid(x)``, with ``pos_weight`` times the last term where ``t`` is
+    1."""
     args = arguments(node)
     x, target = args["self"], args["target"]
     rest = _call(node, _aten.add.Tensor, _call(node, _aten.neg.default, target), 1)
@@ -167,7 +167,7 @@ def binary_cross_entropy_with_logits(node: Node) -> None:
 
 
 def _reduce(node: Node, losses: Node) -> None:
-    """Put ``losses`` of elements, or what the reduction of ``node`` makes of them, in its place."""
+    """Replace ``node`` by ``losses`` of elements, reduced as its ``reduction`` says."""
     reduction = arguments(node)["reduction"]
     if reduction == _MEAN:
         losses = _call(node, _aten.mean.default, losses)
@@ -179,7 +179,7 @@ def _reduce(node: Node, losses: Node) -> None:
 def multilabel_margin_loss(node: Node) -> None:
     """Rewrite the loss to its definition, ``max(0, 1 - x[label] + x[other])`` over all such pairs.
 
-    PyTorch's own decomposition, which a trace of its gradient runs, also counts what stands behind
+    PyTorch's own decomposition, which a trace of its gradient runs, also counts the entries after
     the -1 that ends a row of labels.
     """
     args = arguments(node)

@@ -17,15 +17,15 @@ from sp_compiler.rules.families.fourier import PRIMITIVES
 from sp_compiler.rules.table import has_rule
 
 _DIM_ARGUMENTS = ("dim", "dim0", "dim1", "dims")
-# The dim of these counts the dims of the result: it has more than the operand, or, for ``cat``,
-# than an empty operand with a single dim.
+# Their dim argument counts the dims of the result, which has more dims than the operand or, for
+# ``cat``, more than an empty operand with a single dim.
 _OF_RESULT = (
     torch.ops.aten.unsqueeze.default,
     torch.ops.aten.stack.default,
     torch.ops.aten.cat.default,
     torch.ops.aten.select_backward.default,
 )
-# The primitive transforms take no others; the operands of the last are broadcast first.
+# The primitive transforms accept no negative dims; cosine_similarity first broadcasts its operands.
 _AS_GIVEN = {*PRIMITIVES, "aten::cosine_similarity"}
 
 
@@ -57,7 +57,7 @@ def make_negative(node: Node) -> None:
             value = value - rank if 0 <= value < rank else value
         else:
             value = [dim - rank if 0 <= dim < rank else dim for dim in value]
-        # By position where it is given so or would be the next one; a default gets explicit here.
+        # Positional if it was, or if it is the next position; this makes a default explicit.
         if position <= len(node.args) and not argument.kwarg_only:
             node.args = (*node.args[:position], value, *node.args[position + 1 :])
         else:

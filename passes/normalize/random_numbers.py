@@ -2,7 +2,7 @@
 
 Dropout is a custom operator, which needs no random numbers in memory. All other distributions are
 computed from uniform numbers by elementwise operators, which have sharding rules and are cheap to
-recompute. Torch's generators are not advanced, and the numbers differ from theirs.
+recompute. Torch's generators are not advanced, and the values differ from theirs.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ def draw_by_counter(captured: Captured, *, stored: bool) -> None:
     """Rewrite every operator of the graph of ``captured`` that draws random numbers, in place.
 
     - ``native_dropout(x, p, True)[0]`` -> ``dropout(x, seed, p, site, dim=0, world_size=1)``;
+    - ``native_dropout(x, p, True)[0]`` -> ``dropout(x, seed, p, site, dim=0, world_size=1)``;
       stored: ``native_dropout_backward(x, dropout_mask(x, seed, p, site, 0, 1), 1 / (1 - p))``,
-      which is the product with the mask and has a derivative
+      which multiplies by the mask and has a derivative
     - ``rand`` -> ``u = uniform(seed, size, dtype, site, dim=0, world_size=1)``
     - ``uniform``, ``randint`` -> ``u``, scaled and rounded down
     - ``bernoulli`` -> ``abs(floor(u - p))``
@@ -73,7 +74,8 @@ def draw_by_counter(captured: Captured, *, stored: bool) -> None:
                 )
             numbers = distribution.draw(_Draw(captured, node))
             replace_with(node, _of_type(node, numbers))
-    # Numbered only now: until then all calls are alike to the fakes, which run equal ones once.
+    # Numbered only now: until then equal calls are identical, and the cache of fake results serves
+    # all but the first.
     for site, node in enumerate(calls(graph, *DRAWS)):
         node.update_arg(_SITE, site)
 
@@ -115,7 +117,7 @@ def _seed(captured: Captured) -> Node:
         return placeholders[-1]
     values = [node.meta["val"] for node in placeholders]
     tensors = [value for value in values if isinstance(value, Tensor)]
-    # Where the seed is, numbers are drawn: on the device of the first tensor, as when it runs.
+    # Random numbers are drawn on the seed's device: that of the first tensor, as at run time.
     device = tensors[0].device if tensors else torch.device("cpu")
     graph = captured.module.graph
     mode = fake_mode_of(graph)
@@ -142,15 +144,15 @@ class _Draw:
         self.node = node
         self.given = arguments(node)
         self._captured = captured
-        # Of multinomial: the type of the weights, for its result is integers.
+        # Operands count too: the result of multinomial is integers, its weights are floats.
         types = {x.meta["val"].dtype for x in (node, *node.all_input_nodes)}
         self.dtype = torch.float64 if torch.float64 in types else torch.float32
-        """Of the numbers in between: those of 16 bits are too few for the tails."""
+        """Of intermediate values: 16-bit types have too few values for the tails."""
 
     def uniform(
         self, dtype: torch.dtype | None = None, size: tuple[int, ...] | None = None
     ) -> Node:
-        """Return as many uniform numbers as the call returns, between 0 and 1, both exclusive."""
+        """Return uniform numbers between 0 and 1, both exclusive, in the shape of the result."""
         shape = list(shape_of(self.node) if size is None else size)
         args = (_seed(self._captured), shape, dtype or self.dtype, 0, 0, 1)
         return self.apply(UNIFORM.overload, *args)
@@ -165,7 +167,7 @@ class _Draw:
         return self.scaled(numbers, self.constant(std), self.constant(mean))
 
     def scaled(self, x: Node, factor: Any, offset: Any) -> Node:
-        """Return ``x * factor + offset``, without operations that change nothing."""
+        """Return ``x * factor + offset``, without operations that have no effect."""
         if isinstance(factor, Node) or factor != 1:
             x = self.apply(_aten.mul.Tensor, x, factor)
         if isinstance(offset, Node) or offset != 0:
@@ -173,7 +175,7 @@ class _Draw:
         return x
 
     def constant(self, value: Any) -> Any:
-        """Return an argument without gradient, in the dtype of intermediate numbers."""
+        """Return an argument without gradient, in the dtype of intermediate values."""
         if not isinstance(value, Node):
             return value
         if value.meta["requires_grad"]:
@@ -190,12 +192,12 @@ class _Draw:
 
 
 def _rand(draw: _Draw) -> Node:
-    # In the type of the result: a number close to 1 would be rounded to it.
+    # In the type of the result: a value close to 1 would be rounded to 1 by a cast.
     return draw.uniform(draw.node.meta["val"].dtype)
 
 
 def _uniform(draw: _Draw) -> Node:
-    # Drawn in the type of the result, as by rand: a number close to the end would be rounded to it.
+    # In the type of the result, as in ``_rand``: a value close to ``high`` would be rounded to it.
     low, high = draw.given["from"], draw.given["to"]
     return draw.scaled(draw.uniform(draw.node.meta["val"].dtype), high - low, low)
 
@@ -210,16 +212,16 @@ def _log_normal(draw: _Draw) -> Node:
 
 def _bernoulli(draw: _Draw) -> Node:
     p = draw.constant(draw.given.get("p", draw.given["self"]))
-    # Not ``u < p``: of booleans every rank has all, of floating numbers its part. The sign of a
-    # difference is exact, so that nothing is drawn where p is 0, and all where it is 1.
+    # Not ``u < p``: booleans are replicated, floating-point values can be sharded. The sign of a
+    # difference is exact: p = 0 never gives 1, and p = 1 always does.
     excess = draw.apply(_aten.sub.Tensor, draw.uniform(), p)
-    # 0 or -1; abs, for the negative of 0 would be -0.
+    # 0 or -1; abs, because the negative of 0 would be -0.
     return draw.apply(_aten.abs.default, draw.apply(_aten.floor.default, excess))
 
 
 def _randint(draw: _Draw) -> Node:
     low, high = draw.given.get("low", 0), draw.given["high"]
-    # In float64, which tells all numbers of a range of up to 2^53 apart.
+    # In float64, which represents every integer of a range of up to 2^53.
     numbers = draw.scaled(draw.uniform(torch.float64), high - low, 0)
     numbers = draw.apply(_aten.floor.default, numbers)
     if max(abs(low), abs(high)) >= 2**53:
@@ -255,26 +257,27 @@ def _multinomial(draw: _Draw) -> Node:
     weights = draw.constant(draw.given["self"])
     shape, count = shape_of(weights), draw.given["num_samples"]
     if draw.given["replacement"] and count != 1:
-        # The first class at which the sum of weights exceeds a share of all: a class of weight 0
-        # never does. A share below 1 of the last sum is rounded to less than it.
+        # The first class at which the cumulative weight exceeds a share of the total: a class of
+        # weight 0 never does. A share below 1 of the total is rounded to less than the total.
         sums = draw.apply(_aten.cumsum.default, weights, -1)
         total = draw.apply(_aten.slice.Tensor, sums, -1, shape[-1] - 1, shape[-1])
         share = draw.apply(_aten.mul.Tensor, draw.uniform(), total)
         return draw.apply(_aten.searchsorted.Tensor, sums, share, right=True)
-    # A race of the classes, each after an exponential time with its weight as the rate, is won
-    # with a chance that is the weight's share; the next places are draws without replacement.
+    # A race of exponential clocks with the weights as rates: a class wins with probability
+    # proportional to its weight, and the next places are draws without replacement.
     times = draw.apply(_aten.log.default, draw.uniform(size=shape))
     speed = draw.apply(_aten.div.Tensor, weights, draw.apply(_aten.neg.default, times))
     first = draw.apply(_aten.topk.default, speed, count, -1)
     speeds, places = (draw.apply(operator.getitem, first, index) for index in (0, 1))
-    # Classes of weight 0 are never drawn. Where torch raises for want of others the place is one
-    # past the last class, on which an embedding or index raises: nothing waits for the numbers.
+    # Classes of weight 0 are never drawn. Where torch raises because too few classes remain, the
+    # result is one past the last class, on which an embedding or index raises: a check here would
+    # make the host wait for the values.
     can_win = draw.apply(_aten.gt.Scalar, speeds, 0)
     return draw.apply(_aten.where.ScalarOther, can_win, places, shape[-1])
 
 
 def _randperm(draw: _Draw) -> Node:
-    # In float64: of many numbers of 24 digits two would be equal, and their order not random.
+    # In float64: among many float32 values, with 24 bits, some would be equal and keep their order.
     numbers = draw.uniform(torch.float64)
     order = draw.apply(_aten.sort.stable, numbers, stable=True, dim=-1, descending=False)
     return draw.apply(operator.getitem, order, 1)
@@ -292,8 +295,8 @@ class _Distribution:
     integers: bool = False
 
     def makes(self, dtype: torch.dtype) -> bool:
-        # Complex numbers are drawn by none: torch scales their parts by 1 / sqrt(2) (randn) or not
-        # at all (rand), and inverse distribution functions know real numbers only.
+        # No complex numbers: torch scales their parts by 1 / sqrt(2) (randn) or not at all (rand),
+        # and inverse distribution functions are defined for real numbers only.
         return dtype.is_floating_point or (self.integers and not dtype.is_complex)
 
 

@@ -34,7 +34,7 @@ def separate_layers(node: Node) -> None:
     states = args["hx"] if isinstance(args["hx"], (list, tuple)) else [args["hx"]]
     per_layer = len(args["params"]) // num_layers
     directions = 2 if args["bidirectional"] else 1
-    first = "input" if "input" in args else "data"  # packed sequences lie one behind another
+    first = "input" if "input" in args else "data"  # packed sequences are stored in one tensor
     last_states: list[list[Node]] = [[] for _ in states]
     value = args[first]
     for layer in range(num_layers):

@@ -1,4 +1,4 @@
-"""Do not compute unused rows of a wide product.
+"""Do not compute unused rows of a wide matmul.
 
 ::
 
@@ -6,7 +6,7 @@
     loss(logits[:, :-1], labels[:, 1:])   ->   loss(logits, labels[:, 1:])
 
 If labels are shifted, the rows of the logits with a label are sliced. Slicing the operand of the
-product instead avoids a copy of the logits and a padding of their gradient.
+matmul instead avoids a copy of the logits and a padding of their gradient.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def slice_before_products(graph: Graph) -> None:
 
 
 def _chain(node: Node) -> list[Node]:
-    """Return the calls before the slice ``node`` up to a product; empty if they cannot be
+    """Return the calls before the slice ``node`` up to a matmul; empty if they cannot be
     swapped."""
     dim, rank = arguments(node)["dim"], len(shape_of(node))
     chain = [node.args[0]]
@@ -54,13 +54,13 @@ def _chain(node: Node) -> list[Node]:
 def _is_elementwise(node: Node) -> bool:
     """Return whether an element depends only on that of the first argument and on values shared by
     all rows."""
-    # One of an operator's several results is taken by a function of Python.
+    # A getitem of an operator with several results is a Python function, not an OpOverload.
     if not isinstance(node.target, OpOverload) or not isinstance(node.args[0], Node):
         return False
     pointwise = torch.Tag.pointwise in node.target.tags or is_call(node, _aten._to_copy.default)
-    # With repeats: of ``x * x`` the second factor would keep all rows.
+    # Operands with repetition: in ``x * x`` the second factor would keep all rows.
     rest = tensor_operands(node)[1:]
-    # Without recording: other sizes may differ where those of the example are equal by chance.
+    # No guard recorded: sizes that are equal in the example by chance may differ in other calls.
     same = same_shape(shape_of(node.args[0]), shape_of(node))
     return pointwise and same and all(len(shape_of(operand)) < 2 for operand in rest)
 

@@ -1,4 +1,4 @@
-"""Fewer permutations: chains of views in shortest form, tokens in one order inside a layer."""
+"""Fewer permutations: shortest chains of views, and one order of tokens within a layer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def keep_token_order(graph: Graph) -> None:
     ``linear(transpose(x, -2, -3), w)`` where ``x`` is itself a view, so that the transposes meet
     those of the attention core and cancel.
 
-    ``nn.MultiheadAttention`` computes on (s, b, h), between two transposes: inside a layer all
+    ``nn.MultiheadAttention`` computes on (s, b, h), between two transposes: within a layer all
     tokens should be in the order of the residual stream, whose rows are sharded.
     """
     for node in calls(graph, *_PRODUCTS, _aten.add.Tensor, _aten.split_with_sizes.default):
@@ -45,7 +45,7 @@ def keep_token_order(graph: Graph) -> None:
 
 
 def _swaps_tokens(node: object) -> bool:
-    """Return whether it is ``transpose(x, -2, -3)`` of (b, s, h)."""
+    """Return whether the node is ``transpose(x, -2, -3)`` of (b, s, h)."""
     if not isinstance(node, Node) or not is_call(node, _aten.transpose.int):
         return False
     return len(shape_of(node)) == 3 and sorted(node.args[1:]) == [-3, -2]
@@ -57,7 +57,7 @@ def _is_token_wise(node: Node) -> bool:
         return arguments(node)["dim"] == -1
     other = node.args[1]
     rank = len(shape_of(other)) if isinstance(other, Node) else 0
-    if is_call(node, _aten.add.Tensor):  # with a bias, or a number
+    if is_call(node, _aten.add.Tensor):  # with a bias or a scalar
         return rank <= 1 and len(shape_of(node)) == 3
     return rank == 2 and len(shape_of(node)) == 3  # a plain weight
 
@@ -83,7 +83,7 @@ def _sink_transpose(node: Node) -> None:
 def _raise_transpose(node: Node) -> None:
     chain: list[Node] = []
     source = node.args[0]
-    # One user each, for the chain is computed anew on the other order of tokens.
+    # One user each, because the chain is recomputed on the other order of tokens.
     while (
         is_call(source, *_PRODUCTS, _aten.add.Tensor)
         and len(source.users) == 1
@@ -109,7 +109,7 @@ def shorten_view_chains(graph: Graph) -> None:
     Steps that do nothing are dropped; a chain that would not get shorter does not change. Chains do
     not cross layers, and their inner values have no other users.
     """
-    # From the end of each chain, so that it is taken in full and not from its middle on.
+    # From the end of each chain, so that it is taken in full and not from its middle.
     for node in reversed(list(calls(graph, *_VIEWS))):
         if not node.users or _continues(node):
             continue
@@ -119,7 +119,7 @@ def shorten_view_chains(graph: Graph) -> None:
         steps = _shortest(chain[::-1])
         if steps is None:
             report_of(Pass.NORMALIZE).decline(node, "which dims became which is not known")
-        # Not for an equal length either: a second run must find nothing to do.
+        # Nor if the length stays the same: a second run must change nothing.
         if steps is None or len(steps) >= len(chain):
             continue
         value = chain[-1].args[0]
@@ -145,7 +145,7 @@ def _same_layer(node: Node, other: object) -> bool:
 def _shortest(chain: list[Node]) -> list[ViewStep] | None:
     """Return at most three (operator, arguments) equal to ``chain``; ``None`` if unknown."""
     source, result = shape_of(chain[0].args[0]), shape_of(chain[-1])
-    if 0 in source:  # an empty batch: sizes do not determine which dim became which
+    if 0 in source:  # an empty batch: sizes do not determine how the dims correspond
         return None
     factors = _Factors(source)
     for node in chain:
@@ -157,8 +157,8 @@ def _shortest(chain: list[Node]) -> list[ViewStep] | None:
             factors.swap(first, second)
         else:
             factors.permute(node.args[1])
-    # Neighbors that are moved together are fewer dims to move; but to group them may take reshapes
-    # around the move that it would not need without. Both are tried.
+    # Grouping neighbors that move together leaves fewer dims to move, but may take reshapes around
+    # the permutation that it would not need otherwise. Both are tried.
     plans = (_steps(*factors.groups(coarse), source, result) for coarse in (False, True))
     return min(plans, key=len)
 
@@ -213,7 +213,7 @@ class _Factors:
         if common is None:
             return False
         parts: dict[int, int] = {}  # position among the common factors to factor
-        # A factor that is split keeps its number for its first part; the others are put behind it.
+        # A factor that is split keeps its number for its first part; new ones follow it.
         for factor, (first, *rest) in zip(factors, common.source, strict=True):
             parts[first], self.sizes[factor] = factor, common.sizes[first]
             place = self.order.index(factor)

@@ -14,14 +14,14 @@ from sp_compiler.planning.fallbacks import forward_flops, is_product
 from sp_compiler.solve.placement import Solution, solve
 from sp_compiler.solve.placement_problem import Conversion, conversions
 
-# Each estimate is one more solution of the whole problem, 0.02 to 0.3 s: only for products that
-# take a good part of a step, and for no more of them than a warning lists.
+# Each estimate is one more solution of the entire problem, 0.02 to 0.3 s: made only for matmuls
+# that take a considerable part of a step, and for no more of them than a warning lists.
 _MOST_ESTIMATES = 8
 _ESTIMATED_SHARE = 0.01
 
 
 class Alternatives:
-    """A solved problem, and the changes if a vertex is forced to others of its options.
+    """A solved problem, and the changes in cost if a vertex is forced to other options.
 
     Args:
         builder: the builder of the problem.
@@ -39,7 +39,7 @@ class Alternatives:
         there are none."""
         if self._best[number] in indices:
             return self._best
-        # Everything else is solved anew around the options that are left.
+        # Everything else is solved again around the remaining options.
         vertex = self._vertices[number]
         only = replace(vertex, options=[vertex.options[index] for index in indices])
         vertices = [*self._vertices[:number], only, *self._vertices[number + 1 :]]
@@ -50,13 +50,13 @@ class Alternatives:
         return [*choices[:number], indices[choices[number]], *choices[number + 1 :]]
 
     def more(self, choices: list[int]) -> PassedOver:
-        """Return what ``choices`` cost beyond the best ones."""
+        """Return what ``choices`` cost more than the best ones."""
         costs = zip(self._costs(choices), self._costs(self._best), strict=True)
         return PassedOver(*(forced - best for forced, best in costs))
 
     def _costs(self, choices: list[int]) -> tuple[float, float, float]:
         """Communication, compute and the price of memory, in us."""
-        # Of the whole program: a choice here may move costs to any other place. Only operators
+        # Of the entire program: a choice here may move costs anywhere else. Only operators
         # compute; options of parameters and of values between regions are priced for their memory.
         paid = sum(map(self.price_us, conversions(self._vertices, choices)))
         costs = [v.options[i].cost_us for v, i in zip(self._vertices, choices, strict=True)]
@@ -80,10 +80,10 @@ class Alternatives:
 def passed_over(
     program: Program, builder: ProblemBuilder, solution: Solution
 ) -> dict[tuple[str, str], PassedOver | None]:
-    """Return what the cheapest way to shard each product costs that runs replicated.
+    """Return, for each matmul that runs replicated, what the cheapest way to shard it would cost.
 
-    Products that no strategy shards are absent; ``None``: there is a strategy, but its cost was not
-    estimated, because the product is small or a solution takes long.
+    Matmuls that no strategy shards are absent; ``None``: there is a strategy, but its cost was not
+    estimated, because the matmul is small or a solution takes long.
 
     Args:
         program: the one that ``builder`` places.

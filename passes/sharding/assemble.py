@@ -153,13 +153,13 @@ def lower(
     active = {(example.twin(node), index) for node, index in facts.active}
     strategies = {example.twin(node): strategy for node, strategy in chosen.items()}
     for node, strategy in strategies.items():
-        # The factors were those of the example's sizes: on the open ones they hold only for calls
-        # whose sizes factor alike, which is recorded here.
+        # The factors were derived from the example's sizes. They hold only for calls with open
+        # sizes that factor the same way, which is recorded here.
         if any(placement.is_sharded for placement in (*strategy.operands, *strategy.results)):
             record_factors(node)
         values = (*map(value_of, tensor_operands(node)), *results_of(node))
         for value, placement in zip(values, (*strategy.operands, *strategy.results), strict=True):
-            if placement.segments:  # numbers of the example, whatever the open size is
+            if placement.segments:  # numbers from the example, which fix the open size
                 pin(value_shape(value)[placement.dim])
     return RegionLowering(region, active, strategies, inputs, outputs, world_size).run()
 
@@ -174,10 +174,10 @@ def _input(
         call = next(call for call in program.calls if call.region is region)
         stored = choices.placed[problem.parameters[call.args[position].name]]
         as_r, as_i = (((i, (node, 0)), kind) in choices.uses for kind in (R, I))
-        # Taken as R, its gradient stays a partial sum: the runtime reduces all of them together.
-        # Where the region also needs it as I, it comes as I and is converted inside.
+        # If the region reads it as R, its gradient stays a partial sum, and the runtime reduces all
+        # such gradients together. If it also needs I, it comes as I and is converted inside.
         return R if stored == I and as_r and not as_i else stored
-    # Not active: a mask or a table, which is replicated everywhere.
+    # Not active, such as a mask or a table: replicated everywhere.
     crossing = problem.crossings.get(Port("in", i, position))
     return I if crossing is None else choices.placed[crossing]
 
@@ -189,7 +189,7 @@ def _output(
     crossing = problem.crossings.get(Port("out", i, position))
     if crossing is not None:
         return choices.placed[crossing]
-    # No region reads it: it goes to the user, if it is active, or is a buffer's new value.
+    # No region reads it: it is returned to the user, if active, or is a buffer's new value.
     region = program.regions[i]
     for index, ref in program.call_outputs.items():
         if ref.output == position and program.calls[ref.index].region is region:

@@ -73,7 +73,7 @@ class RegionValues:
     Attributes:
         active: values that take part in sharding.
         tokens: (value, dim) pairs that run over tokens (batch, sequence or both); never a dim of
-            size 1, to which no factor leads: some values would count it among the features.
+            size 1: it has no factors, and some values would count it among the features.
         features: (value, dim) pairs that come from a parameter's dim (heads, width, vocabulary).
         segmentations: (value, dim) to the parts in which the dim is cut by another operator.
         rules: the rule of every active operator.
@@ -97,9 +97,9 @@ class RegionValues:
         elsewhere."""
         shape = value_shape(value)
         tokens = [dim for dim in range(len(shape)) if (value, dim) in self.tokens]
-        if not tokens:  # a weight, or a value with features alone
+        if not tokens:  # a weight, or a value that has only features
             return 0
-        # Up to the last token dim; in between only sizes of 1, which change no row.
+        # Up to the last token dim; the dims in between have size 1 and do not change the rows.
         count = tokens[-1] + 1
         leading = all(dim in tokens or shape[dim] == 1 for dim in range(count))
         return count if leading else 0
@@ -143,17 +143,17 @@ def _activate_call(program: Program, call: Call, facts: dict[int, RegionValues])
             value, made = value_of(producer.outputs[ref.output]), facts[id(producer)].active
             if value in made:
                 active[node, 0] = None
-            # Of another call of the region: this one's value is placed with that one's.
+            # Made for another call of the region: this producer's value gets the same placement.
             elif (node, 0) in active:
                 made[value] = None
                 has_changed = True
     for node in operators(call.region):
         operands = tensor_operands(node)
-        # Random numbers that are made by their place alone: a rank draws only its part.
+        # Random numbers that depend only on their position: a rank draws only its part.
         is_source = _is_placed(node) and not any(x.meta["val"].dim() for x in operands)
         if is_source or any(value_of(x) in active for x in operands):
-            # Integers and booleans made of activations are computed by every rank; not so dropout
-            # masks and random numbers, which belong to one rank's part of a value.
+            # Every rank computes integers and booleans made of activations; the exceptions are
+            # dropout masks and random numbers, which belong to one rank's part of a value.
             placed = _is_placed(node)
             active.update(
                 (value, None)
@@ -164,7 +164,7 @@ def _activate_call(program: Program, call: Call, facts: dict[int, RegionValues])
 
 
 def is_elementwise(node: Node) -> bool:
-    """Return whether it is pointwise, or dropout, whose mask depends on the element's global
+    """Return whether the node is pointwise, or dropout, whose mask depends on the element's global
     position."""
     return _is_placed(node) or is_pointwise(node)
 
@@ -184,8 +184,8 @@ def residual_stream(program: Program, facts: dict[int, RegionValues]) -> dict[Va
         for node, ref in call.inputs:
             if ref.kind == "call" and facts[id(call.region)].num_rows((node, 0)):
                 stream[node, 0] = stream[value_of(program.node_of(ref))] = None
-    # A sum ties its operands in both directions. Not those that are broadcast: a bias is no part of
-    # the stream.
+    # A sum ties its operands in both directions. Broadcast operands are excluded: a bias is not
+    # part of the stream.
     ties = [
         (operand, (node, 0))
         for region in program.regions

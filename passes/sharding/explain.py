@@ -1,9 +1,10 @@
 """Explanations why a parameter is sharded or not, by solving the placement problem again.
 
-This happens only when a user asks; the sharding pass stores nothing for it. What an alternative
-costs is the optimum of a problem of its own, which the pass never solves: the 8 to 20 alternatives
-of a GPT's, a Llama's, a T5's and a BERT's largest weight take half a second of CPU time (T5: 3.8 s;
-``python -m benchmarks.solver_ways explain``), which each compilation would pay for each weight.
+This happens only when a user asks; the sharding pass stores nothing for it. The cost of an
+alternative is the optimum of a separate problem, which the pass never solves. The 8 to 20
+alternatives for the largest weight of a GPT, a Llama, a T5 or a BERT take half a second of CPU time
+(T5: 3.8 s; ``python -m benchmarks.solver_ways explain``), which each compilation would pay for each
+weight.
 
 Each placement of the parameter and each strategy of its readers is forced in turn, and everything
 else is optimized around it: the difference from the optimum is the cost of that alternative.
@@ -70,8 +71,8 @@ def explain(
 def _parameters_of(program: Program, name: str) -> list[str]:
     """Return parameters of this name and those inside modules of this name, each once."""
     matching = named_or_inside(name, program.parameters)
-    # By stored name, so that a tied parameter is explained once; reversed twice, under the first of
-    # its names that match.
+    # By stored name, so that a tied parameter is explained once; reversed twice, so that it goes by
+    # the first of its names that match.
     return list({program.parameters[item][0]: item for item in reversed(matching)}.values())[::-1]
 
 
@@ -99,7 +100,7 @@ class _Question:
 
     def answer(self, name: str) -> ParameterExplanation:
         stored_name, shape = self.program.parameters[name]
-        # Parameters that a repeated region reads at one place are one subject: stored alike.
+        # Parameters that a repeated region reads at one position are one subject: stored the same.
         subject = self.builder.problem.parameters.get(stored_name)
         if subject is None:
             return _unexplained(self.program, name, "", "the forward does not use it")
@@ -180,7 +181,7 @@ class _Question:
             results=results,
             chosen=chosen,
             possible=True,
-            # Never negative but for rounding: the optimum costs at most as much as a forced choice.
+            # Only rounding makes it negative: the optimum costs at most as much as a forced choice.
             more_us=max(0.0, more.communication_us + more.compute_us + more.memory_us),
             communication_us=more.communication_us,
             compute_us=more.compute_us,
@@ -199,7 +200,7 @@ class _Question:
     def _conversion_text(self, conversion: Conversion) -> str:
         (_, (node, _)), source, target = conversion
         row = conversion_between(source, target)
-        # No row: one sharding to another, which goes by way of the full value.
+        # No row: from one sharding to another, through the full value.
         kind = "all-gather and slice" if row is None else row.text
         where = module_path(node)
         of = f"{node.name} in {where}" if where else node.name
@@ -213,7 +214,7 @@ class _Question:
         vertex = self.vertices[number]
         placement = vertex.options[self.best[number]].makes[0]
         wish = self.program.wishes.get(name)
-        # Decided before any cost was compared: by an earlier compilation, then by the user.
+        # Decided before any cost was compared: by an earlier compilation, or else by the user.
         if name in self.fixed:
             return "placed by the first compilation, for good"
         if wish is not None and not all(wish.allowed):
@@ -238,7 +239,7 @@ class _Question:
         assert choices is not None  # only possible ways come here
         time_us = way.communication_us + way.compute_us
         text = f"{way.results[0]} would cost {cost_text(time_us, way.memory_us)}"
-        # None where computing is what costs more.
+        # No conversion if computing is what costs more.
         for conversion in self.alternatives.extra(choices)[:1]:
             why = self._why(conversion, choices)
             text += f", with {self._conversion_text(conversion)}{why and f', as {why}'}"
@@ -255,7 +256,7 @@ class _Question:
                 continue
             position = vertex.needs.index(key)
             taken = [option.needs[position] for option in vertex.options]
-            # A reader that could take the source has its own reasons not to, which are costs.
+            # A reader that could take the source avoids it because of its cost, which is shown.
             if taken[choices[number]] == target and source not in taken:
                 i, value = key
                 return why_replicated(
@@ -274,7 +275,7 @@ def _why_sharded(others: Iterable[Way], num_bytes: int) -> str:
     chosen_for, costs = "the cheapest way", []
     for way in others:
         time_us = way.communication_us + way.compute_us
-        # Of the alternative that would be faster, only the memory speaks against it.
+        # An alternative that would be faster was rejected only because of its memory.
         if way.memory_us > 0 > round(time_us, 1):
             chosen_for = "chosen for its memory"
         more = cost_text(time_us, way.memory_us, way.parameter_bytes - num_bytes)
@@ -286,12 +287,12 @@ def stored_text(placement: Placement) -> str:
     """Return a placement as a hint, with the sizes of the parts of a fused dim."""
     text, segments = placement_text(placement), placement.segments
     if len(segments) == 1 and not placement.units:
-        return f"{text} with padding behind {segments[0]}"
+        return f"{text} with padding after {segments[0]}"
     if not segments:
         return text
-    # Of many parts, as of the heads of a fused projection, the list would be a line of its own.
+    # With many parts, such as the heads of a fused projection, the full list would be too long.
     is_even = len(segments) > 3 and len(set(segments)) == 1
     listed = ", ".join(map(str, segments))
     text += f" in {len(segments)} parts of {segments[0]}" if is_even else f" in parts of {listed}"
-    padding = f" with padding behind the {placement.units} heads of each"
+    padding = f" with padding after the {placement.units} heads of each"
     return text + padding if placement.units else text

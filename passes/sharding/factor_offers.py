@@ -36,7 +36,7 @@ class FactorOffers:
         self._world_size = world_size
         dims = (*rule.operands, *rule.results)
         self._dims = list(zip((*operands, *results), dims, strict=True))
-        # Tokens are sharded as rows, or not at all: never a factor of them by itself.
+        # Tokens are sharded as rows or not at all: a factor of them is never sharded by itself.
         self._of_tokens = {
             part.name
             for value, item in self._dims
@@ -74,7 +74,7 @@ class FactorOffers:
         ]
 
     def _may_pad(self, factor: Factor, cut: Segmentation) -> bool:
-        """Return whether all fused dims that ``factor`` is in are to be cut so."""
+        """Return whether all fused dims that contain ``factor`` are to be cut this way."""
         fused = (place for place in self._places(factor) if len(place[2]) > 1)
         return all(
             cut_inside(cut, dim, [part.name for part in dim].index(factor.name))
@@ -93,8 +93,8 @@ class FactorOffers:
             return False
         demanded = self._facts.segmentations
         for value, d, dim in self._places(factor):
-            # Of a fused dim only the outermost factor that divides: shardings by the others cost
-            # the same, and an odd one might be picked. Unless a later operator cuts the dim there.
+            # In a fused dim only the outermost divisible factor: sharding by another costs the
+            # same, and an odd one might be picked. Unless a later operator cuts the dim there.
             dividing = [
                 part.name
                 for part in dim

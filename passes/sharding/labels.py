@@ -1,4 +1,4 @@
-"""Roles of the dims of a program's values: tokens, features, and the parts that they are cut in."""
+"""Roles of the dims of a program's values: tokens and features, and the parts they are cut into."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def label_dims(program: Program, facts: dict[int, RegionValues], world_size: int
 def _label_channels(
     program: Program, facts: dict[int, RegionValues]
 ) -> dict[Value, tuple[int, ...]]:
-    """Mark features, also in regions that learn of them from the regions around them.
+    """Mark features, also in regions that learn of them only from neighboring regions.
 
     Returns:
-        By value that crosses regions, the dims of channels if they are in front of the others:
-        between convolutions values are (b, c, s) or (b, c, h, w), elsewhere (b, s, h).
+        By value that crosses regions, the dims of channels if they precede the token dims: between
+        convolutions values are (b, c, s) or (b, c, h, w), elsewhere (b, s, h).
     """
     for region in program.regions:
         params = [
@@ -91,8 +91,8 @@ def _crossings(
 
 
 def _channels(values: list[Value], where: dict[Value, RegionValues]) -> tuple[int, ...]:
-    """Return the dims of one crossing value that are features; () if the last one is, or none is
-    known."""
+    """Return the dims of one crossing value that are features; () if the last one is, or if none
+    is known to be."""
     rank = len(value_shape(values[0]))
     dims = [d for d in range(rank) if any((v, d) in where[v].features for v in values)]
     # A learned embedding of positions makes all dims of (b, s, h) features.
@@ -106,7 +106,7 @@ def _spread_features(facts: RegionValues) -> None:
         before = len(facts.features)
         for each in places:
             _mark(each, facts.features)
-        # What is known behind operators goes as far in one turn as what is known in front of them.
+        # In alternating directions, so that one sweep carries marks all the way up or down.
         places.reverse()
 
 
@@ -120,7 +120,7 @@ def _spread_roles(facts: RegionValues, world_size: int) -> None:
 def _seed(region: Region, facts: RegionValues, channels: dict[Value, tuple[int, ...]]) -> None:
     """Mark the dims whose role is known without a rule: those of inputs and outputs."""
     for node, kind in zip(region.placeholders, region.input_kinds, strict=True):
-        if kind == "size":  # a number, without dims
+        if kind == "size":  # a scalar, without dims
             continue
         value = (node, 0)
         # Token ids, masks, positions: all of their dims run over tokens.
@@ -132,7 +132,7 @@ def _seed(region: Region, facts: RegionValues, channels: dict[Value, tuple[int, 
         if isinstance(node, Node):
             _seed_rows(facts, value_of(node), channels.get(value_of(node), ()))
     for node in facts.rules:
-        # Ids of an embedding are positions in a sequence wherever they come from.
+        # Ids of an embedding are positions in a sequence, regardless of their source.
         if (
             getattr(node.target, "_schema", None) is not None
             and "embedding" in node.target._schema.name
@@ -143,7 +143,7 @@ def _seed(region: Region, facts: RegionValues, channels: dict[Value, tuple[int, 
 def _seed_rows(facts: RegionValues, value: Value, channels: tuple[int, ...]) -> None:
     """Mark tokens of activations that cross regions as (tokens..., features), or as (batch,
     channels, tokens)."""
-    # With more dims the layout is not known: (b, a, s, d) has features in front of tokens.
+    # With more dims the layout is not known: in (b, a, s, d) features precede tokens.
     rank = len(value_shape(value))
     if value in facts.active and rank in (2, 3):
         features = channels or (rank - 1,)
@@ -178,7 +178,7 @@ def _places(node: Node, rule: OpRule) -> list[tuple[Value, Dims]]:
 def _mark(
     places: list[tuple[Value, Dims]], table: dict[tuple[Value, int], None], *, ones: bool = True
 ) -> None:
-    """Add to ``table`` the dims that have only factors of dims in it; ``ones``: of size 1 too."""
+    """Add to ``table`` dims all of whose factors are in dims of it; ``ones``: also of size 1."""
     marked = _marked(places, table)
     for value, dims in places:
         for d, dim in enumerate(dims):
@@ -200,7 +200,7 @@ def _marked(places: list[tuple[Value, Dims]], table: dict[tuple[Value, int], Non
 
 def _pick_tokens(node: Node, facts: RegionValues) -> None:
     """Mark rows that are gathered from tokens, in any order (those of one expert), as tokens."""
-    # By hand, for the rule of ``index`` has no factor that leads from one to the other.
+    # By hand, because the rule of ``index`` has no factor that leads from one to the other.
     if node.target is not torch.ops.aten.index.Tensor:
         return
     source, indices = value_of(node.args[0]), node.args[1]
@@ -212,8 +212,8 @@ def _pick_tokens(node: Node, facts: RegionValues) -> None:
 
 def _count(facts: RegionValues, places: Sequence[tuple[Value, Dims]]) -> int:
     """Return how much is known of the dims of an operator's ``places``, and of roles anywhere."""
-    # Of other places no operator learns parts; to count those of all would take minutes in a region
-    # of thousands.
+    # One operator adds parts only to its own places; counting those of all places would take
+    # minutes in a region of thousands of operators.
     cuts = facts.segmentations
     of_places = (cuts.get((value, d), ()) for value, dims in places for d in range(len(dims)))
     return len(facts.tokens) + len(facts.features) + sum(map(len, of_places))
@@ -225,7 +225,7 @@ def _demand(
     """Propagate the parts into which a dim will be split from results back to operands.
 
     The placement of a parameter suits later operators: a fused q, k, v is split only after its
-    product, and must be sharded within each of the three.
+    matmul, and must be sharded within each of the three.
     """
     operands = [value_of(operand) for operand in tensor_operands(node)]
     if rule.split is not None:
@@ -237,7 +237,7 @@ def _demand(
     for value, d, factors in _dims_of(results_of(node), rule.results):
         if len(factors) == 1:
             known = facts.segmentations.get((value, d), {})
-            # Units go by rules of their own.
+            # Units are propagated by separate rules.
             wanted.setdefault(factors[0], {}).update((cut, None) for cut in known if not cut.units)
     inner: dict[str, None] = {}
     for value, d, factors in _dims_of(operands, rule.operands):

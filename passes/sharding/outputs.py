@@ -25,7 +25,7 @@ def may_shard(program: Program, index: int, options: CompileOptions) -> bool:
         return False
     if options.outputs != "auto":
         return options.outputs == "shard"
-    # A loss is an output without dims; the loss itself has none that could be sharded.
+    # A loss is an output without dims, and therefore cannot itself be sharded.
     returned = [ref for place, ref in program.call_outputs.items() if place < num_returned]
     shapes = [program.node_of(ref).meta["val"].shape for ref in returned]
     ref = program.outputs[index]
@@ -54,7 +54,7 @@ def route_outputs(program: Program) -> Routed:
     count = Counter(id(call.region) for call in program.calls)
     moved: dict[Ref, Ref] = {}
     passed: list[Ref] = []
-    # Each once: a model may return one value in several places.
+    # Each only once: a model may return one value in several places.
     for ref in dict.fromkeys(program.call_outputs.values()):
         repeated = count[id(program.calls[ref.index].region)] > 1
         if repeated:
@@ -73,7 +73,7 @@ def route_outputs(program: Program) -> Routed:
 
 
 def _return_twice(program: Program, ref: Ref) -> Program:
-    # The same node in two positions: sharding places the positions apart, and converts in between.
+    # The same node at two positions: sharding places the positions separately and converts.
     old = program.calls[ref.index].region
     graph = copy_graph(old.module.graph)
     returned = graph.output_node()
@@ -93,7 +93,7 @@ def _pass_through(program: Program, refs: list[Ref]) -> tuple[Region, list[Ref]]
         node = graph.placeholder(f"output_{number}")
         node.meta = {k: v for k, v in source.meta.items() if k in ("val", "requires_grad")}
         nodes.append(node)
-    # Its shapes have symbols, and every region gets the sizes behind its symbols as inputs.
+    # Its shapes have symbols, and every region gets the sizes that define its symbols as inputs.
     sizes = {
         symbol_of(node): (node, ref)
         for call in program.calls

@@ -17,16 +17,17 @@ from sp_compiler.rules.strategies import Strategy
 Key = tuple[int, Value]
 """A value of the problem: (index of the region, value)."""
 
-# More than any step takes.
+# Longer than any step takes.
 _LAST_RESORT_US = 1e6
-# Prices that no step pays, in times that the bytes take over the interconnect, so that they keep
-# their weight beside communication on every machine. A byte of the largest matrix, if every rank
-# holds it (of others in proportion to their size): so much that a weight matrix is sharded whenever
-# it can be, while a small adapter is not worth a collective.
+# Prices that no step actually pays, in multiples of the time that the bytes take over the
+# interconnect, so that their weight relative to communication is the same on every machine. First a
+# byte of the largest matrix, if every rank holds it (of others in proportion to their size): large
+# enough that a weight matrix is sharded whenever it can be, while a small adapter is not worth a
+# collective.
 _REPLICATED_CROSSINGS = 4500.0
-# A byte kept for backward between two regions: so much that rows are sharded where gathering them
-# costs the same either way, while a value that several layers read in full (an encoder's states) is
-# gathered once.
+# A byte saved for backward between two regions: large enough that rows are sharded if gathering
+# them costs the same either way, while a value that several layers read in full (an encoder's
+# states) is gathered once.
 _KEPT_CROSSINGS = 4.5
 
 
@@ -69,7 +70,7 @@ class Prices:
             for value in each.active
             if each.num_rows(value)
         ]
-        # Scaled up only: an example that is longer than nominal is taken at its word.
+        # Scaled up only: an example that is longer than nominal is used as it is.
         self._scale = max(1.0, nominal_tokens / max(1, max(rows, default=1)))
         self.params = [
             {
@@ -80,8 +81,8 @@ class Prices:
             for region in self._regions
         ]
         params = [node for each in self.params for node in each]
-        # The yardstick of stored_us(). Not parameters with more than two dims: those are stacks
-        # of matrices (experts), beside which every matrix would be small.
+        # The reference size of stored_us(). Parameters with more than two dims are left out: they
+        # are stacks of matrices (experts), compared with which every matrix would be small.
         matrices = [node for node in params if node.meta["val"].ndim == 2] or params
         self._largest_matrix_bytes = max((value_bytes((node, 0)) for node in matrices), default=0)
 
@@ -95,7 +96,7 @@ class Prices:
         if value[0] in self.params[i]:
             if source.is_sharded and target.is_replicated and self._is_fixed(i, value[0]):
                 return _LAST_RESORT_US * self.num_calls[i]
-            # Its gradient goes with all others in one bucket: no latency of its own. An all-reduce
+            # Its gradient shares one bucket with all others: no latency of its own. An all-reduce
             # crosses the link twice.
             wire_us = value_bytes(value) * 2 / self._hardware.link_bytes_per_us
             return wire_us * self.num_calls[i] if (source, target) == (I, R) else None
@@ -120,8 +121,8 @@ class Prices:
             self._nominal_bytes(i, value) * share
             for (value, _), share in zip(placed, shares, strict=True)
         )
-        # A product with any sharded operand is divided: by rows, columns or the summed dim, of
-        # which a rank computes its padding too.
+        # A matmul with any sharded operand is divided: by rows, columns or the summed dim. A rank
+        # also computes the padding in its part.
         cut = [share for (_, p), share in zip(placed, shares, strict=True) if p.is_sharded]
         own_flops = product_flops(node) * self._scale_of(i, results[0]) * max(cut, default=1.0)
         cost = operator_us(own_flops, moved_bytes, self._hardware)
@@ -132,7 +133,7 @@ class Prices:
 
         It grows with the square of the parameter's size.
         """
-        # The square makes a norm's weight, small beside a matrix, never worth a collective.
+        # The square makes a norm's weight, small compared with a matrix, not worth a collective.
         num_bytes = value_bytes(param)
         share = num_bytes / self._largest_matrix_bytes
         redundant_bytes = num_bytes * (self._share(param, placement) - 1 / self._world_size)
@@ -153,7 +154,7 @@ class Prices:
         return (1 + padding / size) / self._world_size
 
     def _is_fixed(self, i: int, node: Node) -> bool:
-        # The first call answers for all: parameters that they read at one place are placed alike.
+        # The first call stands for all: parameters read at one position are placed the same.
         position = self._regions[i].placeholders.index(node)
         calls = (call for call in self._program.calls if call.region is self._regions[i])
         return next(calls).args[position].name in self._fixed
@@ -162,6 +163,6 @@ class Prices:
         return value_bytes(value) * self._scale_of(i, value)
 
     def _scale_of(self, i: int, value: Value) -> float:
-        # A square of tokens (scores) has two dims of them but one batch: it grows by its sequence.
+        # A square of tokens (scores) has two token dims but one batch: it grows with its sequence.
         count = self._facts[i].num_token_dims(value)
         return float(self._scale ** max(1, count - 1)) if count else 1.0

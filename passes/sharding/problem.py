@@ -91,14 +91,14 @@ class Problem:
     Attributes:
         strategies: for operators, the strategy of each option; empty for other subjects.
         readers: the vertices that need a value, each with its position among their needs.
-        makers: the vertex that makes a value, with its position among what that makes.
+        makers: the vertex that makes a value, with its position among the values it makes.
         parameters: the subject of each parameter, by name.
         crossings: the subject of each port.
     """
 
     vertices: list[Vertex] = field(default_factory=list)
     subjects: list[Subject] = field(default_factory=list)
-    # The solver sees the vertices alone; the others lead from its choices back to the graph.
+    # The solver sees only the vertices; the other fields lead from its choices back to the graph.
     strategies: list[list[Strategy]] = field(default_factory=list)
     readers: dict[Key, list[tuple[Vertex, int]]] = field(default_factory=dict)
     makers: dict[Key, tuple[Vertex, int]] = field(default_factory=dict)
@@ -150,13 +150,13 @@ class ProblemBuilder:
         self.prices = Prices(program, self.facts, world_size, nominal_tokens, fixed, hardware)
         self.problem = Problem()
         self._sequence_parallel = sequence_parallel
-        # Plain tensor parallelism: elementwise operators on these values are offered no sharding.
+        # Plain tensor parallelism: elementwise operators get no sharded strategies for these.
         self._unsharded = {} if sequence_parallel else residual_stream(program, facts)
         self._shard_outputs = shard_outputs
         self._fixed = fixed
 
     def build(self) -> Problem:
-        """Add all vertices, operators first: parameters and crossings depend on what these
+        """Add all vertices, operators first: parameters and crossings depend on what operators
         accept."""
         for i, region in enumerate(self.regions):
             for node in operators(region):
@@ -177,7 +177,7 @@ class ProblemBuilder:
                     assert isinstance(subject, OperatorSubject)
                     rule = self.facts[i].rules[subject.node]
                     return why_replicated(subject.node, rule, value, dim, self.world_size)
-        return "its readers do not agree on a way"
+        return "its readers accept no common placement"
 
     # Operators.
 
@@ -194,7 +194,7 @@ class ProblemBuilder:
             if not any(p == P and not a for p, a in zip(strategy.operands, active, strict=True))
             and not any(p.is_sharded and not a for p, a in zip(strategy.results, made, strict=True))
         ]
-        # Values that are not active are replicated anyway: the solver need not know of them.
+        # Values that are not active are replicated anyway: the solver need not know about them.
         options = [
             Option(
                 tuple(p for p, a in zip(s.operands, active, strict=True) if a),
@@ -215,7 +215,7 @@ class ProblemBuilder:
     ) -> list[Strategy]:
         facts, rule = self.facts[i], self.facts[i].rules[node]
         is_parameter = self.prices.params[i].__contains__
-        # Without a rule an operator runs replicated, or by a strategy for vocabularies.
+        # An operator without a rule runs replicated, or by a strategy for vocabularies.
         factors, units = None, list[int]()
         if rule is not None:
             around = (facts, rule, operands, results, self._unsharded, self.world_size)
@@ -240,8 +240,8 @@ class ProblemBuilder:
     # Parameters.
 
     def _add_params(self) -> None:
-        # A region's place has one placement in all calls, and a parameter one at all places:
-        # everything that is tied this way is one vertex.
+        # A position of a region has one placement in all calls, and a parameter has one at all
+        # positions: everything that is tied this way is one vertex.
         uses: list[tuple[tuple[int, int] | str, tuple[int, int] | str]] = []
         for call in self.program.calls:
             i = self.index[id(call.region)]
@@ -273,11 +273,11 @@ class ProblemBuilder:
         Raises:
             ArgumentError: hints rule out all of them.
         """
-        # No parameter is gathered: a shard that one reader cannot take is no way to store it.
-        # Sorted, for the order of a set differs from rank to rank.
+        # Parameters are never gathered: a shard that some reader cannot take is not an option.
+        # Sorted, because the order of a set differs from rank to rank.
         taken = [set(placements) for placements in self._taken(keys)]
         common = set.intersection(*taken) if taken else set()
-        # The experts of each rank of "tp" are the same, some of those of all ranks of "ep".
+        # Dim 0 of experts is not for tp: all ranks of "tp" hold the same experts, split over "ep".
         first = 1 if name in self.program.experts else 0
         offered = [I, *sorted(p for p in common if p.kind == "S" and p.dim >= first)]
         wish = self.program.wishes.get(name)
@@ -302,7 +302,7 @@ class ProblemBuilder:
     def _made(self, keys: list[Key]) -> Iterable[Placement]:
         """Yield the placements in which one of the values is made."""
         for key in keys:
-            # What a region hands on untouched is made by a crossing, which may not be known yet.
+            # A region's unmodified input is made by a crossing, which may not be known yet.
             if key in self.problem.makers:
                 vertex, position = self.problem.makers[key]
                 yield from (option.makes[position] for option in vertex.options)
@@ -321,9 +321,9 @@ class ProblemBuilder:
                     producer = self.index[id(self.program.calls[ref.index].region)]
                     crossings.append((Port("out", producer, ref.output), Port("in", i, position)))
                 elif ref.kind == "input":
-                    # Once, however many equal layers read an input there.
+                    # Once, however many equal layers read an input at this position.
                     places[InputSubject(i, position)] = (i, (node, 0))
-        # The user passes it in full on every rank and expects a full gradient.
+        # The user passes inputs in full on every rank and expects a full gradient.
         for subject, value in places.items():
             self.problem.add(subject, Vertex((), (value,), [Option((), (I,), 0.0)]))
         # One placement for a port in all calls, since all calls share the code: the ports of a
@@ -348,8 +348,9 @@ class ProblemBuilder:
             # The residual stream: sharded by rows or unsharded, never by features, which norms mix.
             allowed = [T(rows), I, R] if self._sequence_parallel else [I, R]
         else:
-            # Whatever some reader can take or some maker makes, of which a shard is kept for the
-            # backward where all readers gather it; conversions serve the others. Sorted, as above.
+            # Any placement that some reader can take or some maker makes: even if all readers
+            # gather it, the shard is what is saved for backward; conversions serve the others.
+            # Sorted, as above.
             taken = {placement for placements in self._taken(ins) for placement in placements}
             made = {p for p in self._made(outs) if p.kind == "S"}
             allowed = [*sorted({p for p in taken if p.kind == "S"} | made), I, R]
@@ -367,8 +368,8 @@ class ProblemBuilder:
             if value not in facts.active:
                 continue
             allowed = [I]
-            # By features alone, such as the vocabulary of logits: rows of flattened tokens are no
-            # dim of an output.
+            # Only by features, such as the vocabulary of logits: rows of flattened tokens are not
+            # a dim of an output.
             if self._shard_outputs(index):
                 allowed += [
                     shard_of(size, dim, self.world_size)

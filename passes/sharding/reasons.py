@@ -21,7 +21,7 @@ def operator_text(node: Node) -> str:
 
 def why_no_rule(node: Node, name: str) -> str:
     """Explain why ``node``, called ``name`` in the text, has no rule to be placed by."""
-    # The table has one, so it was taken away: the check refused what sharding made of it.
+    # The table has one, so it was disabled: the check refused the sharded operator.
     if rule_for(node) is not None:
         return f"how {name} would be sharded could not be proven"
     return f"there is {missing_rule(node, name)}"
@@ -40,11 +40,11 @@ def why_replicated(node: Node, rule: OpRule | None, value: Value, dim: int, worl
         return f"{operator_text(node)} has dim {dim} of size 1"
     if any(factor.blocked for factor in factors):
         return f"{operator_text(node)} needs dim {dim} in full on every rank"
-    # Of a fused dim the outermost factor alone: an inner one is sharded only where a later operator
-    # cuts the dim there, which is no property of this operator.
+    # Of a fused dim only the outermost factor: an inner one is sharded only where a later operator
+    # cuts the dim there, which is not a property of this operator.
     outer = factors[0].size
     if outer % world_size:
         sizes = " x ".join(str(factor.size) for factor in factors)
-        why = f"has {sizes} along dim {dim}, and {outer} does not divide by {world_size}"
+        why = f"has {sizes} along dim {dim}, and {outer} is not divisible by {world_size}"
         return f"{operator_text(node)} {why}"
     return f"{operator_text(node)} has no way to run with dim {dim} sharded"

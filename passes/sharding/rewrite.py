@@ -68,7 +68,7 @@ class RegionLowering:
         self.outputs = outputs
         self.world_size = world_size
         self.graph = Graph()
-        # Every node that holds a value, by placement, and the placement in which it was produced.
+        # The nodes that hold each value, by placement, and the placement it was produced in.
         self.made: dict[Value, dict[Placement, Node]] = {}
         self.produced: dict[Value, Placement] = {}
 
@@ -100,7 +100,7 @@ class RegionLowering:
     def get(self, value: Value, placement: Placement) -> Node:
         """Return the node that holds ``value`` in this placement, converted at most once."""
         made = self.made[value]
-        # Without a gradient R and I are one: no conversion, whichever a strategy names.
+        # Without a gradient R and I are the same: no conversion, whichever a strategy names.
         if value not in self.active and placement.is_replicated:
             placement = self.produced[value]
         if placement not in made:
@@ -112,7 +112,7 @@ class RegionLowering:
     def _placeholder(self, node: Node, placement: Placement) -> None:
         new = self.graph.placeholder(node.name)
         _copy_meta(node, new)
-        if isinstance(node.meta["val"], SYMBOLIC):  # an open size, not a value to be converted
+        if isinstance(node.meta["val"], SYMBOLIC):  # an open size, not a value to convert
             new.meta["placement"] = placement
             return
         fake = node.meta["val"]
@@ -123,7 +123,7 @@ class RegionLowering:
         self._made((node, 0), placement, new)
 
     def _lower(self, node: Node) -> None:
-        if node.target is operator.getitem:  # made together with its operator, in _results()
+        if node.target is operator.getitem:  # made with its operator, in _results()
             return
         if node in self.chosen:
             self._lower_active(node, self.chosen[node])
@@ -137,7 +137,7 @@ class RegionLowering:
     def _lower_active(self, node: Node, strategy: Strategy) -> None:
         """Call ``node`` on operands in the placements of ``strategy``, with local sizes."""
         leaves, spec = tree_flatten((node.args, node.kwargs))
-        # One per occurrence of an operand, in the order in which the leaves come.
+        # One per occurrence of an operand, in the order of the leaves.
         placements = iter(strategy.operands)
         rows = next((p.dim for p in strategy.results if p.kind == "T"), 0)
         for position, leaf in enumerate(leaves):
@@ -171,7 +171,7 @@ class RegionLowering:
 
     def _without_rows(self, node: Node, operand: Node, rank: int) -> Node:
         """Drop the leading size-1 dims of a broadcast operand where the rows are flattened."""
-        # Else (1, 1, h) beside rows (n, h) would broadcast to three dims.
+        # Otherwise (1, 1, h) with rows (n, h) would broadcast to three dims.
         shape = operand.meta["val"].shape
         if len(shape) <= rank:
             return operand
@@ -188,7 +188,7 @@ class RegionLowering:
     def _mean(self, node: Node, args: tuple[Any, ...]) -> Node:
         """Lower a mean over a sharded dim: the sum of one rank's part divided by the global
         count."""
-        # A mean of one rank's part would not add up to the mean of all.
+        # The means of the ranks' parts would not add up to the mean of all.
         values = arguments(node)
         shape = value_shape(value_of(values["self"]))
         dims = values.get("dim") or list(range(len(shape)))
@@ -201,8 +201,8 @@ class RegionLowering:
     # Conversions.
 
     def _convert(self, value: Value, source: Placement, target: Placement) -> Node:
-        # No operator goes from one sharding to another: by way of the full value, which others may
-        # need too. ``get`` makes it once.
+        # No operator converts one sharding to another directly. It goes through the full value,
+        # which others may need too; ``get`` makes that once.
         if source.is_sharded and target.is_sharded:
             full = self.get(value, I if value in self.active else R)
             return self._convert_node(full, value, I, target)
@@ -211,10 +211,10 @@ class RegionLowering:
     def _convert_node(self, x: Node, value: Value, source: Placement, target: Placement) -> Node:
         """Emit the conversion, with reshapes to and from rows if either side is a T."""
         like, shape = value[0], value_shape(value)
-        _part_of(value, target, self.world_size)  # for its error, and to record what divides
+        _part_of(value, target, self.world_size)  # to raise its error and record divisibility
         if target.kind == "T":
             x = self._to_rows(x, shape, target.dim, like)
-        # As the graph has it: rows of tokens are S(0) of the flattened tensor.
+        # In the graph's notation: rows of tokens are S(0) of the flattened tensor.
         text = (str(local_placement(source)), str(local_placement(target)))
         new = self._emit(CONVERT.overload, (x, *text, self.world_size), {}, like)
         report_of(Pass.SHARD).rewrote(kind=" -> ".join(text))
@@ -259,13 +259,13 @@ class RegionLowering:
         for value, placement in zip(values, strategy.results, strict=True):
             item = self._emit(operator.getitem, (new, value[1]), {}, node)
             if value[1] in strategy.whole:
-                # Without a gradient, as here, lookups of bags return them in other shapes.
+                # Without gradients, as here, bag lookups return these in other shapes.
                 item.meta["val"] = node.meta["val"][value[1]]
             self._made(value, placement, item)
 
     def _made(self, value: Value, placement: Placement, new: Node) -> None:
         """Record that ``new`` holds ``value``."""
-        # The first line of defence against a wrong rule; the check of placements is the second.
+        # The first defence against a wrong rule; the check of placements is the second.
         shape, expected = value_shape(value), _part_of(value, placement, self.world_size)
         got = tuple(new.meta["val"].shape)
         if got != tuple(expected):
@@ -285,14 +285,14 @@ def _part_of(value: Value, placement: Placement, world_size: int) -> tuple[int, 
     shape = value_shape(value)
     if not placement.is_sharded:
         return shape
-    # Segments of another dim, or of the same dim at another size: the rule is wrong.
+    # Segments made for another dim, or for another size of this dim: the rule is wrong.
     if placement.segments and sum(placement.segments) != shape[placement.dim]:
         raise PassError(Pass.SHARD, f"{placement} does not cut {shape}", value[0])
     return placement.local_shape(shape, world_size)
 
 
 def _full_shape(node: Node) -> tuple[int, ...] | None:
-    """Return the shape of an unsharded value, with open sizes; ``None`` for what is no tensor."""
+    """Return the shape of an unsharded value, with open sizes; ``None`` if it is not a tensor."""
     value = node.meta["val"]
     return tuple(value.shape) if isinstance(value, torch.Tensor) else None
 

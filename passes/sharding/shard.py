@@ -47,8 +47,8 @@ def shard(
     """
     if any(region.input_placements for region in program.regions):
         raise PassError(Pass.SHARD, "the program is sharded already; shard what outline() returned")
-    # Decisions are made for the example's sizes; the program that they are carried out on has the
-    # open ones, and records only the divisions that the chosen shards need.
+    # Decisions are made for the example's sizes; they are applied to the program with open sizes,
+    # which records only the divisibility that the chosen shards need.
     example = Concretizer(program.sizes)
     routed, fixed = route_outputs(program), fixed or {}
     opened = routed.program
@@ -105,7 +105,7 @@ def placement_problem(
         world_size=options.tp,
         sequence_parallel=options.sequence_parallel,
         nominal_tokens=options.nominal_tokens,
-        # Outputs that had to be separated from values of regions are returned in full.
+        # Outputs that had to be separated from values between regions are returned in full.
         shard_outputs=lambda index: (
             program.outputs[index] not in routed.refs and may_shard(program, index, options)
         ),
@@ -125,7 +125,7 @@ def _blamed_on_hints(
 ) -> SPCompilerError:
     """Return an error with a minimal set of hints that cannot be satisfied together.
 
-    Without any one of them, the others can be.
+    The remaining hints can be satisfied if any one of them is dropped.
     """
 
     def impossible(keys: Iterable[str]) -> bool:
@@ -140,8 +140,8 @@ def _blamed_on_hints(
 
     if impossible(()):  # the hints are not to blame
         return error
-    # Each hint is left out once, and stays out where the rest contradict without it. One more
-    # solution per hint, but only on the way to an error.
+    # Each hint is dropped once, and stays out if the rest contradict each other without it. This
+    # takes one more solution per hint, but only on the way to an error.
     contradicting = dict(options.hints)
     for key in options.hints:
         if impossible(other for other in contradicting if other != key):
@@ -156,7 +156,7 @@ def _blamed_on_hints(
 
 def _with_returned(sharded: Sharded, fixed: dict[str, Placement]) -> Sharded:
     """Also place the parameters that the model returns and no operator reads."""
-    # No vertex of the problem has them, and yet the runtime has to know how they are stored.
+    # They have no vertex in the problem, but the runtime has to know how they are stored.
     program = sharded.program
     leaves = (*program.outputs, *program.mutated_buffers.values())
     names = [leaf.name for leaf in leaves if isinstance(leaf, Ref) and leaf.kind == "param"]

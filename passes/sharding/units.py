@@ -1,7 +1,8 @@
-"""Units (heads) of fused dims whose number does not divide, and the dims that are cut by them.
+"""Units (heads) of fused dims whose number is not divisible by the number of ranks, and the dims
+that are cut by them.
 
-A dim (heads width) that is padded is padded by heads, and so are the weights in front of attention
-and behind it, whose own dims do not tell how many heads they have.
+A dim (heads width) that is padded is padded by heads, and so are the weights before and after
+attention, whose own dims do not tell how many heads they have.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def demand_units(
     tokens: Collection[str],
     world_size: int,
 ) -> None:
-    """Carry units to every dim of one operator that they are in, from operands to results and back.
+    """Carry units to every dim of one operator that contains them, in both directions.
 
     Args:
         segmentations: added to.
@@ -47,7 +48,7 @@ def demand_units(
         of_factor = [_cut_of_factor(cut, dim, position) for cut in known if cut.units]
         if len(dim) > 1 and factor.name in features:
             of_factor.append(Segmentation((factor.size,), factor.size))
-        # As those of the first tensor: grouped heads are one factor of two sizes.
+        # As sizes of the first tensor: grouped heads are one factor of two sizes.
         scaled = [padded_cut(cut, first.size, 1, 1) for cut in of_factor if cut is not None]
         cuts.setdefault(factor.name, {}).update((cut, None) for cut in scaled if cut is not None)
     for known, dim, position in dims:
@@ -61,7 +62,7 @@ def _positions(dim: Dim, tokens: Collection[str], world_size: int) -> Iterator[i
         if factor.blocked or factor.name in tokens or factor.size == 1:
             continue
         outer = [other for other in dim[:position] if other.name not in tokens]
-        # Nothing is padded where it divides, or a factor in front of it, nor the width of heads.
+        # No padding if it or a factor before it is divisible, and none of the width of heads.
         divides = any(other.size % world_size == 0 for other in (*outer, factor))
         is_width = bool(outer) and position == len(dim) - 1
         if len(dim) == 1 or not (divides or is_width):
@@ -82,7 +83,7 @@ def demand_split_units(
     segmentations: Segmentations,
     world_size: int,
 ) -> None:
-    """Carry units through a split, whose parts have as many of them each: groups of q, k and v.
+    """Carry units through a split, each part of which has the same number: groups of q, k and v.
 
     Args:
         split: dim and sizes of the parts.
@@ -102,7 +103,7 @@ def demand_split_units(
 def split_units(
     source: Value, split: tuple[int, tuple[int, ...]], segmentations: Segmentations
 ) -> list[int]:
-    """Return the numbers of undivided units in each of the parts of a split."""
+    """Return the numbers of units to pad by in each of the parts of a split."""
     dim, sizes = split
     known = segmentations.get((source, dim), {})
     return [cut.units for cut in known if cut.units and cut.sizes == sizes]

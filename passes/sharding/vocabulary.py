@@ -27,10 +27,10 @@ class Emit(Protocol):
 def lower_over_vocabulary(node: Node, values: dict[str, Any], world_size: int, emit: Emit) -> Node:
     """Emit the operators that replace ``node``; return their result.
 
-    - ``embedding`` -> ``vocab_embedding``; where a row is padding, one without a gradient
+    - ``embedding`` -> ``vocab_embedding``; with a padding row, one without a gradient there
     - ``cross_entropy_loss`` -> ``vocab_nll``, or with weights or smoothing ``vocab_smoothed_nll``;
-      their sum, over the number or the weights of the labels
-    - ``logsumexp`` -> ``vocab_logsumexp``; ``log_softmax`` -> ``x`` less it
+      the sum of the losses, for a mean divided by the number or the weights of the labels
+    - ``logsumexp`` -> ``vocab_logsumexp``; ``log_softmax`` -> ``x`` minus ``vocab_logsumexp``
 
     Args:
         node: the unsharded call.
@@ -43,7 +43,7 @@ def lower_over_vocabulary(node: Node, values: dict[str, Any], world_size: int, e
 
 def _embedding(node: Node, values: dict[str, Any], world_size: int, emit: Emit) -> Node:
     weight, ids = values["weight"], values["indices"]
-    # The global number: ``weight`` is a shard by now, and may be padded.
+    # The global number: ``weight`` is already a shard, and may be padded.
     num_rows = arguments(node)["weight"].meta["val"].shape[0]
     rows = emit(VOCAB_EMBEDDING.overload, weight, ids, num_rows, world_size)
     padding = values["padding_idx"]
@@ -75,7 +75,7 @@ def _loss(node: Node, values: dict[str, Any], world_size: int, emit: Emit) -> No
         return total
     # The mean is over the tokens that are not ignored.
     counted = emit(_aten.ne.Scalar, target, ignore)
-    if weight is not None:  # a label counts as much as its class weighs
+    if weight is not None:  # a label counts with the weight of its class
         index = emit(_aten.where.ScalarOther, counted, target, 0)
         counted = emit(
             _aten.where.ScalarOther, counted, emit(_aten.index.Tensor, weight, [index]), 0
@@ -97,7 +97,7 @@ def _log_softmax(node: Node, values: dict[str, Any], world_size: int, emit: Emit
     if dtype is not None and dtype is not logits.meta["val"].dtype:
         logits = emit(_aten._to_copy.default, logits, dtype=dtype)
     rows = emit(_aten.unsqueeze.default, _rows(node, logits, world_size, emit), -1)
-    # Every rank subtracts it from columns of its own: its gradient is a sum over the ranks.
+    # Every rank subtracts it from its own columns: its gradient is a sum over the ranks.
     rows = emit(CONVERT.overload, rows, "I", "R", world_size)
     rows.meta["placement"] = R
     return emit(_aten.sub.Tensor, logits, rows)

@@ -36,7 +36,7 @@ def budget_problem(
     differentiable: Mapping[str, Sequence[bool]],
     world_size: int,
 ) -> list[CallSplits]:
-    """Return one entry per call, with a split for each of its region's.
+    """Return one entry per call, with one split for each split of its region.
 
     A call that no gradient reaches has only the first split: what it saves is live until the end.
 
@@ -46,8 +46,8 @@ def budget_problem(
         differentiable: by region name, for each output whether a gradient flows through it.
         world_size: number of tensor-parallel ranks.
     """
-    # One walk, with the first split of each region, serves all: only what calls save depends on
-    # the split, and that is left out of the walk below.
+    # One walk, with the first split of each region, is enough: only what calls save depends on the
+    # split, and the walk below leaves that out.
     first_splits = {name: each[0].partitioned for name, each in splits.items()}
     walk = StepWalk(program, first_splits, differentiable, world_size)
     events = list(walk.events())
@@ -64,11 +64,11 @@ def budget_problem(
         # What a call saves is counted by the split that is chosen; idle calls have no choice.
         elif not event.saved or event.call in idle:
             holders.apply(event)
-            # The peak may lie behind a function, when all of its results have come to life.
+            # The peak may be right after a function, when all of its results exist.
             if event.kind == "hold":
                 (after if event.phase == "forward" else behind)[event.call].add(holders.live())
-    # Several calls may save one of these (a mask, a rotary table): the solver has to know it by
-    # its identity to count it once. All else that a call saves is its own, and a number will do.
+    # Several calls may save one of these (a mask, a rotary table): to count it once, the solver has
+    # to know its identity. Everything else that a call saves is its own: the bytes suffice.
     made = {storage for call in walk.storages for storage in call.outputs if storage is not None}
     made.update(walk.written_buffers.values())
     return [
@@ -78,7 +78,7 @@ def budget_problem(
             else tuple(
                 _split(split, walk.storages_of(index, split.partitioned), made)
                 for split in splits[call.region.name]
-                # Behind the last call nothing runs while something could go to the host.
+                # After the last call nothing runs while something could go to the host.
                 if not split.partitioned.sent_bytes or index < calls[-1]
             ),
             frozenset(before[index]),
@@ -91,7 +91,7 @@ def budget_problem(
 
 
 def _split(split: RegionSplit, storages: CallStorages, made: set[Storage]) -> Split:
-    """Sizes of a call split like this; ``made`` are results of calls, which others may save."""
+    """Sizes of a call with this split; ``made`` are results of calls, which others may save."""
     saved, sent = (set(filter(None, each)) for each in (storages.saved, storages.sent))
     return Split(
         time_us=split.time_us,
@@ -104,6 +104,6 @@ def _split(split: RegionSplit, storages: CallStorages, made: set[Storage]) -> Sp
 
 
 def _idle(split: RegionSplit) -> Split:
-    # What an idle call saves lives from its forward to the end: the sets of live storages of all
-    # later calls contain it already.
+    # What an idle call saves lives from its forward to the end: it is already in the sets of live
+    # storages of all later calls.
     return Split(0.0, 0, Shared(), split.forward_peak_bytes, split.backward_peak_bytes)

@@ -19,7 +19,7 @@ from sp_compiler.cost.node_cost import node_collectives, tensor_bytes
 from sp_compiler.ir.op_traits import DRAWS, base, is_part, is_tagged_pointwise, is_view, is_wait
 
 _aten = torch.ops.aten
-# Their results are there when a row is through, which ends a kernel.
+# Their results need the whole row, which ends a kernel.
 _ROW_WISE = frozenset(
     {
         _aten._softmax.default,
@@ -63,7 +63,7 @@ def fused_bytes(graph: Graph, kernels: Mapping[Node, int] | None = None) -> dict
             if kernels.get(owner) == kernel or (kernel, owner) in read:
                 continue
             read.add((kernel, owner))
-            # The smaller one: of a slice a part is read, of an expanded value its own elements.
+            # The smaller one: only the slice is read, and of an expanded value its own elements.
             num_bytes += min(tensor_bytes(each.meta["val"]) for each in (source, owner))
         if any(kernels.get(user) != kernel for user in _readers(node)):
             num_bytes += tensor_bytes(node.meta["val"])
@@ -81,11 +81,11 @@ def kernels_of(graph: Graph) -> dict[Node, int]:
         while kernel in merged_into:
             passed.append(kernel)
             kernel = merged_into[kernel]
-        merged_into.update(dict.fromkeys(passed, kernel))  # the next look takes one step
+        merged_into.update(dict.fromkeys(passed, kernel))  # path compression
         return kernel
 
-    # How many other operators lie in front of a node at most. Two neighbours with the same number
-    # have none between them on any way, so that to fuse them makes no circle of kernels.
+    # The maximum number of unfused operators before a node. Two neighbours with the same number
+    # have none between them on any path, so that fusing them creates no cycle of kernels.
     depth: dict[Node, int] = {}
     between_collectives = 0
     place: dict[Node, tuple[int, int]] = {}
@@ -93,7 +93,7 @@ def kernels_of(graph: Graph) -> dict[Node, int]:
         depth[node] = max((depth[source] for source in node.all_input_nodes), default=0)
         if node.op != "call_function":
             continue
-        # First, for a collective that writes into its operand is a view of it.
+        # First, because a collective that writes into its operand is a view of it.
         if node_collectives(node) or is_wait(node):
             between_collectives += 1
         if is_view(node) or is_part(node):

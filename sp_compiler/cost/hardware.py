@@ -56,17 +56,17 @@ class Hardware:
 
     Attributes:
         name: shown in tables.
-        peak_tflops: the vendor's peak rate of matrix products by dtype, such as "bfloat16", in 1e12
+        peak_tflops: the vendor's peak rate of matmuls by dtype, such as "bfloat16", in 1e12
             operations per second; MFU is relative to it.
-        achieved_tflops: the rate that matrix products reach, in the same unit, for estimated times.
+        achieved_tflops: the rate that matmuls reach, in the same unit, for estimated times.
         memory_gb_per_s: bandwidth of the device's memory, in 1e9 bytes per second.
         interconnect: the links of the collectives "all_gather", "reduce_scatter" and "all_reduce"
             of the tensor-parallel group.
         host: copies to or from the host's memory, in one direction.
         network: this device's share of the network between nodes, in one direction.
-        random_g_per_s: rate at which code that runs as written (``backend="eager"``) draws random
-            numbers, in 1e9 per second; ``None`` where that takes no longer than to move them, as in
-            one kernel of a GPU.
+        random_g_per_s: rate at which eager code (``backend="eager"``) draws random numbers, in
+            1e9 per second; ``None`` if drawing takes no longer than moving them, as in a single
+            kernel on a GPU.
 
     Raises:
         ArgumentError: a rate that is not positive or not finite, or missing dtypes or collectives.
@@ -92,7 +92,7 @@ class Hardware:
             rates["random_g_per_s"] = self.random_g_per_s
         for name in ("peak_tflops", "achieved_tflops"):
             given = getattr(self, name)
-            # Every other dtype can run as float32; a profile without 16 bits is of no use here.
+            # Every other dtype can run as float32; a profile without 16 bits is useless here.
             for dtype in ("float32", "bfloat16"):
                 if dtype not in given:
                     raise ArgumentError(f"hardware {self.name!r}: {name} has no {dtype}")
@@ -116,11 +116,11 @@ class Hardware:
                 )
 
     def flops_per_us(self, dtype: torch.dtype) -> float:
-        """Achieved rate of matrix products in ``dtype``, in operations per microsecond."""
+        """Achieved rate of matmuls in ``dtype``, in operations per microsecond."""
         return _rate(self.achieved_tflops, dtype) * 1e6
 
     def peak_flops_per_us(self, dtype: torch.dtype) -> float:
-        """Peak rate of matrix products in ``dtype``, in operations per microsecond."""
+        """Peak rate of matmuls in ``dtype``, in operations per microsecond."""
         return _rate(self.peak_tflops, dtype) * 1e6
 
     @property
@@ -128,7 +128,7 @@ class Hardware:
         return self.memory_gb_per_s * 1e3
 
     def drawn_us(self, count: float) -> float:
-        """Return the time in which code as written draws ``count`` random numbers."""
+        """Return the time in which eager code draws ``count`` random numbers."""
         return 0.0 if self.random_g_per_s is None else count / (self.random_g_per_s * 1e3)
 
     @property
@@ -142,17 +142,17 @@ class Hardware:
 
 
 def _is_finite(value: Any) -> bool:
-    # Of an infinite rate, which takes no time, shares of a step would be NaN.
+    # With an infinite rate, which takes no time, shares of a step would be NaN.
     return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
 
 
 def _rate(rates: Mapping[str, float], dtype: torch.dtype) -> float:
-    # What a profile does not name (complex numbers, integers) runs on the same units as float32.
+    # A dtype that a profile does not name (complex, integers) runs on the same units as float32.
     return rates.get(dtype_name(dtype), rates["float32"])
 
 
 def _toml(hardware: Hardware) -> str:
-    """A file as those in ``profiles`` are; a number in JSON is one in TOML, and so is a string."""
+    """A file like those in ``profiles``; JSON's numbers and strings are also valid in TOML."""
     values = asdict(hardware)
     lines = [f"name = {json.dumps(hardware.name)}"]
     for table in ("peak_tflops", "achieved_tflops"):
@@ -177,14 +177,14 @@ def profile_names() -> tuple[str, ...]:
 def hardware_of(value: str | Path | Hardware, argument: str = "hardware") -> Hardware:
     """Return the profile for ``hardware=value``: a name, the path of a file, or a profile itself.
 
-    A file is read each time, for it may have been measured or edited anew.
+    A file is read each time, because it may have been measured or edited again.
 
     Args:
         value: what the user gave.
         argument: its name in errors.
 
     Raises:
-        ArgumentError: no such name or file, or a file that is no profile.
+        ArgumentError: no such name or file, or the file is not a profile.
     """
     if isinstance(value, Hardware):
         return value
@@ -219,7 +219,7 @@ def _read(path: Path, argument: str) -> Hardware:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise ArgumentError(
-            f"{argument}={str(path)!r}: no profile: {reason}; {_PROFILES / 'h100.toml'} is one"
+            f"{argument}={str(path)!r}: not a profile: {reason}; {_PROFILES / 'h100.toml'} is one"
         ) from error
 
 
@@ -253,7 +253,7 @@ def conversion_us(
     ``None`` for a conversion that does not exist (nothing converts R to I).
     """
     if source.is_sharded and target.is_sharded:
-        # By way of the full value: gathered and cut, in forward and in backward.
+        # Through the full value: gathered and cut, in forward and in backward.
         price = (world_size, hardware)
         gather_us = conversion_us(num_bytes, source, I, *price, needs_grad=needs_grad)
         cut_us = conversion_us(num_bytes, I, target, *price, needs_grad=needs_grad)
@@ -264,10 +264,10 @@ def conversion_us(
     total = collective_us(num_bytes, forward.method, world_size, hardware)
     if needs_grad:
         backward = conversion_between(target.dual, source.dual)
-        assert backward is not None  # of every conversion that is offered there is a gradient
+        assert backward is not None  # every conversion that is offered has a gradient
         total += collective_us(num_bytes, backward.method, world_size, hardware)
-    # Collectives work on dim 0: parts of an inner dim, or of segments, are copied into place.
-    # Read and written, in forward and in backward, are four times the bytes.
+    # Collectives work on dim 0: parts of an inner dim, or of segments, are copied into place. Read
+    # and written, in forward and in backward, makes four times the bytes.
     inner = any(p.kind == "S" and (p.dim or p.segments) for p in (source, target))
     copies = 4.0 if inner else 0.0
     return total + copies * num_bytes / hardware.memory_bytes_per_us
@@ -275,8 +275,8 @@ def conversion_us(
 
 def operator_us(flops: float, num_bytes: float, hardware: Hardware) -> float:
     """Roofline time of forward and backward of one operator on one rank, for placements."""
-    # The backward of a matrix product is two products of the same size, one per factor. In 16
-    # bits whatever the model's dtype: a float64 copy of a model is to be placed as the model is.
+    # The backward of a matmul is two matmuls of the same size, one per factor. In 16 bits whatever
+    # the model's dtype: a float64 copy of a model should be placed as the model is.
     return 3 * kernel_us(flops, num_bytes, torch.bfloat16, hardware)
 
 

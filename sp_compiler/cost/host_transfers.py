@@ -10,13 +10,13 @@ from sp_compiler.ir.forward_backward import Partitioned
 
 
 def transfers_us(parts: Partitioned, hardware: Hardware) -> float:
-    """Return the time of the link for what one call sends; it fetches the same."""
+    """Return the time of the link to send what one call saves; fetching it takes the same."""
     link = hardware.host
     return sum(link.transfer_us(tensor.num_bytes) for tensor in parts.saved if tensor.on_host)
 
 
 def beside_us(num_bytes: int, hardware: Hardware) -> float:
-    """Return the time by which copies there and back delay the kernels beside them.
+    """Return the time by which copies there and back delay concurrent kernels.
 
     The copies read and write the device's memory, whose bandwidth they share with the kernels. This
     is a price, so that nothing is sent without need; a timeline does not show it.
@@ -29,7 +29,7 @@ class HostLink:
 
     Attributes:
         transfers: call, phase of its function, time at which the first copy begins, and the copies
-            from there on.
+            with times relative to that.
     """
 
     def __init__(self, compiled: CompiledProgram, hardware: Hardware) -> None:
@@ -41,20 +41,20 @@ class HostLink:
         self._arrives_us: dict[int, float] = {}
 
     def left_us(self, index: int, now_us: float) -> float:
-        """Return when the copies of the call before have left; those of ``index`` begin now."""
+        """Return when the previous call's copies have left; those of ``index`` begin now."""
         before_us = self._leaves_us
         self._leaves_us = self._carry(index, "forward", now_us)
         return before_us
 
     def fetched_us(self, index: int, now_us: float) -> float:
-        """Return when call ``index`` has its tensors; those of the call before begin now, too."""
+        """Return when call ``index`` has its tensors; the previous call's copies also begin now."""
         for call in (index, index - 1):
             if call >= 0 and call not in self._arrives_us:
                 self._arrives_us[call] = self._carry(call, "backward", now_us)
         return self._arrives_us[index]
 
     def _carry(self, index: int, phase: Phase, now_us: float) -> float:
-        """Return when the copies of a call end, which may begin now."""
+        """Return when the copies of a call end; they begin now at the earliest."""
         region = self._compiled.program.calls[index].region
         sent = [t for t in self._compiled.regions[region.name].partitioned.saved if t.on_host]
         begin_us = max(now_us, self._free_us)

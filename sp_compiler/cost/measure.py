@@ -21,13 +21,13 @@ from sp_compiler.ops.dropout import dropout
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _MATRIX_SIZES = (256, 512, 1024, 2048, 4096, 8192)
-# A product that takes longer than this is the last of its dtype: the larger take eight times that.
+# A matmul that takes longer than this is the last of its dtype: the next takes eight times as long.
 _LONG_S = 0.05
-_RANDOM_COLUMNS = 1 << 12  # of a row, as wide as activations are
-# The time of a small transfer is latency; large ones are as long as their bytes take.
+_RANDOM_COLUMNS = 1 << 12  # in a row, about the width of activations
+# The time of a small transfer is latency; that of a large one depends on its bytes.
 _SMALL_BYTES, _LARGE_BYTES = 1 << 10, 64 << 20
-_COPY_BYTES = 256 << 20  # a device's own memory is faster, and needs more bytes to take as long
-_REPEATS = 7  # of which the shortest counts
+_COPY_BYTES = 256 << 20  # a device's own memory is faster: it takes more bytes to measure
+_REPEATS = 7  # the shortest counts
 
 
 def profile(
@@ -39,7 +39,7 @@ def profile(
 ) -> Hardware:
     """Measure this machine; ``hardware=`` takes the result or the path of its file.
 
-    Measures products of square matrices of several sizes in 16, 32 and 64 bits, copies in the
+    Measures matmuls of square matrices of several sizes in 16, 32 and 64 bits, copies in the
     device's memory and to the host, dropout and, in a process group of several ranks, all-gathers,
     reduce-scatters and all-reduces of small and large tensors. It takes seconds to a minute; other
     work on the machine distorts the result.
@@ -63,8 +63,8 @@ def profile(
         The measured profile.
 
     Raises:
-        ArgumentError: ``interconnect`` is no profile, ``path`` cannot be a file,
-            this process has no such ``device``, or ``group`` is no process group.
+        ArgumentError: ``interconnect`` is not a profile, ``path`` cannot be a file,
+            this process has no such ``device``, or ``group`` is not a process group.
     """
     _check_path(path)
     other = hardware_of(interconnect, "interconnect")
@@ -81,12 +81,12 @@ def profile(
         memory_gb_per_s=_copy(where, where).gb_per_s * 2,  # read and written
         interconnect=_collectives(where, group) or other.interconnect,
         host=_copy(where, torch.device("cpu")),
-        # A group of tensor-parallel ranks lies inside a node: nothing crosses the network here.
+        # Tensor-parallel ranks share a node: nothing crosses the network here.
         network=other.network,
         random_g_per_s=_random(where),
     )
     try:
-        # First: the others may read the file as soon as they have the profile.
+        # First: other ranks may read the file as soon as they have the profile.
         if path is not None and (group is None or group.rank() == 0):
             measured.save(path)
     finally:
@@ -99,7 +99,7 @@ def profile(
 
 
 def _check_path(path: Any) -> None:
-    # Before anything is measured, which may take a minute.
+    # Before any measurement, which may take a minute.
     if path is None:
         return
     if not isinstance(path, (str, Path)):
@@ -135,11 +135,11 @@ def _name(device: torch.device) -> str:
 def _product_tflops(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
     """Return the highest rate of all sizes, and the rate of the largest size."""
     rates = []
-    # Its own: the random numbers of the program stay as they were, of which each rank, depending on
-    # its speed, would else have drawn another count.
+    # A separate generator: the program's random state must stay as it was, and ranks of different
+    # speed draw different amounts.
     generator = torch.Generator(device).manual_seed(0)
     for size in _MATRIX_SIZES:
-        # Of random numbers: a GPU multiplies ones faster, for they take less power.
+        # Random values: a GPU multiplies ones faster, because they take less power.
         matrix = torch.randn(size, size, generator=generator, device=device).to(dtype)
         time_s = _time_s(partial(torch.mm, matrix, matrix, out=torch.empty_like(matrix)), device)
         rates.append(2 * size**3 / 1e12 / time_s)
@@ -158,13 +158,13 @@ def _random(device: torch.device) -> float:
         draw = partial(dropout, Communicator(None, 0, 1), rows, seed, 0.1, 0, 0, 1)
         return _time_s(draw, device) * 1e6
 
-    # Without the launch, which takes a GPU's host as long as the kernel takes.
+    # Without the launch, which takes a GPU's host about as long as the kernel.
     return _link(time_us, _COPY_BYTES, 1.0).gb_per_s / torch.float32.itemsize
 
 
 def _copy(source: torch.device, target: torch.device) -> Link:
     """Measure copies of a device's memory to itself or to the host's."""
-    # Pinned, without which the driver copies twice.
+    # Pinned: from pageable memory the driver copies twice.
     pinned = source.type != "cpu" and target.type == "cpu"
 
     def time_us(num_bytes: int) -> float:
@@ -179,7 +179,7 @@ def _collectives(device: torch.device, group: dist.ProcessGroup | None) -> dict[
     if group is None or group.size() == 1:
         return {}
     world_size = group.size()
-    # Those that a compiled module runs.
+    # The same ones that a compiled module runs.
     start = FunctionalCollectives(group.group_name)
 
     def time_us(kind: str, num_bytes: int) -> float:
@@ -202,14 +202,14 @@ def _collectives(device: torch.device, group: dist.ProcessGroup | None) -> dict[
 def _link(time_us: Callable[[int], float], large_bytes: int, crossings: float) -> Link:
     """Fit latency and rate to the times of a small and a large transfer."""
     latency_us = time_us(_SMALL_BYTES)
-    # Never all of the time, which the noise of a busy machine could make of it.
+    # Not all of the time, even if the noise of a busy machine makes it seem so.
     transfer_us = max(time_us(large_bytes) - latency_us, latency_us * 1e-3)
     return Link(latency_us, large_bytes * crossings / (transfer_us * 1e3))
 
 
 def _time_s(function: Callable[[], Any], device: torch.device) -> float:
     """Return the shortest of several times: other work on the machine can only make them longer."""
-    function()  # which loads kernels and opens connections
+    function()  # warm-up: loads kernels and opens connections
     times = []
     for _ in range(_REPEATS):
         _finish(device)

@@ -36,15 +36,15 @@ def backward_peak_bytes(graph: Graph, own_parameters: Collection[int]) -> int:
     Args:
         own_parameters: see :meth:`sp_compiler.ir.program.Program.own_parameters`.
     """
-    # Those gradients are no activations: the plan counts them among the gradients of the model.
+    # Those gradients are not activations: the plan counts them as gradients of the model.
     return _function_peak(graph, own_gradients(graph, own_parameters))
 
 
 def own_gradients(graph: Graph, own_parameters: Collection[int]) -> list[Node]:
-    """Gradients of ``own_parameters`` that the backward ``graph`` returns, and nobody copies.
+    """Gradients of ``own_parameters`` that the backward ``graph`` returns and that are not copied.
 
-    One that does not lie in memory as its parameter does is copied into ``grad``: what the backward
-    has made is temporary.
+    One that is not contiguous is copied into ``grad`` in the layout of the parameter: the tensor
+    that the backward made is temporary.
     """
     gradients = graph.output_node().args[0]
     returned = (gradients[index] for index in own_parameters)
@@ -54,15 +54,15 @@ def own_gradients(graph: Graph, own_parameters: Collection[int]) -> list[Node]:
 def _function_peak(graph: Graph, ignored: Iterable[Node] = ()) -> int:
     """Return the peak; storages in ``ignored`` do not count."""
     skipped = {base(node) for node in ignored}
-    # What the function returns does not die in it.
+    # A result of the function does not die in it.
     returned = {base(node) for node in graph.output_node().all_input_nodes}
     calls = [node for node in graph.nodes if node.op == "call_function"]
     last_use: dict[Node, int] = {}
     for position, node in enumerate(calls):
         if is_wait(node):
-            # Until it has arrived, a collective holds what it sends.
+            # A collective holds what it sends until it is complete.
             last_use[base(node.all_input_nodes[0].all_input_nodes[0])] = position
-        # The node itself as well: a result that nobody reads dies where it is made.
+        # Also the node itself: a result that nobody reads dies where it is made.
         last_use.update((base(used), position) for used in (node, *node.all_input_nodes))
     dying: dict[int, list[Node]] = {}
     for storage, position in last_use.items():
@@ -72,14 +72,14 @@ def _function_peak(graph: Graph, ignored: Iterable[Node] = ()) -> int:
             dying.setdefault(position, []).append(storage)
     live = peak = sum(map(owned_bytes, filter(is_handed, graph.find_nodes(op="placeholder"))))
     for position, node in enumerate(calls):
-        # A view makes nothing, and a part was counted with the operator that made it.
+        # A view allocates nothing, and a part was counted with the operator that made it.
         if base(node) is node and not is_part(node):
             later_bytes = arrival_bytes(node) if is_started(node) else 0
             peak = max(peak, live + run_bytes(node, skipped) - later_bytes)
             live += sum(owned_bytes(made) for made in made_storages(node) if made not in skipped)
         elif is_wait(node):
             peak = max(peak, live + arrival_bytes(node.all_input_nodes[0]))
-        # Behind the call: its operands live while it runs.
+        # After the call: its operands live while it runs.
         live -= sum(owned_bytes(storage) for storage in dying.get(position, ()))
     return peak
 
@@ -95,22 +95,22 @@ def run_bytes(node: Node, ignored: Container[Node] = ()) -> int:
 
 
 def scratch_bytes(node: Node) -> int:
-    """Return the bytes that the operator allocates beside its result, which are known for our own
-    operators and where with a number."""
+    """Return the bytes that the operator allocates in addition to its result; known for our own
+    operators and for ``where`` with a scalar."""
     if node.target is torch.ops.aten.where.ScalarSelf:
-        return node.meta["val"].element_size()  # the number as a tensor, which the kernel reads
+        return node.meta["val"].element_size()  # the scalar as a tensor, which the kernel reads
     ours = operator_of(node.target)
     return 0 if ours is None else ours.scratch_bytes(arguments(node), node.meta["val"])
 
 
 def arrival_bytes(node: Node) -> int:
-    """Return those of the scratch bytes of a collective that it allocates when it has arrived."""
+    """Return the scratch bytes that a collective allocates only when it has arrived."""
     return scratch_bytes(node) if collective_of(node) == "all_gather" else 0
 
 
 def made_storages(node: Node) -> list[Node]:
-    """Return the nodes whose storages outlive the statement of ``node``: of several results, the
-    named ones."""
+    """Return the nodes whose storages outlive the statement of ``node``; if it has several results,
+    the named ones."""
     if not isinstance(node.meta["val"], (list, tuple)):
         return [node]
     return [user for user in node.users if base(user) is user]

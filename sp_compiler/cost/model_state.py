@@ -77,14 +77,14 @@ def stored_parameters(
             if ref.kind != "param":
                 continue
             name, value = program.aliases.get(ref.name, ref.name), node.meta["val"]
-            # A tied parameter comes by several calls; one use as R is enough to have it reduced.
+            # A tied parameter is used by several calls; one use as R is enough to have it reduced.
             before = sizes.get(name)
             sizes[name] = StoredParameter(
                 tensor_bytes(value),
                 value.numel(),
                 str(value.dtype),
                 bool(node.meta.get("requires_grad")),
-                # On one rank nothing is replicated in vain.
+                # On one rank nothing is redundant.
                 placements[name].is_replicated and world_size > 1,
                 used.kind == "R" or (before is not None and before.reduced),
                 tuple(value.shape),

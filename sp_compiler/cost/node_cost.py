@@ -36,7 +36,7 @@ _ATTENTION_BACKWARDS = frozenset(
     getattr(getattr(torch.ops, each.namespace), f"{each.overloadpacket.__name__}_backward").default
     for each in FUSED_ATTENTION
 )
-# Operators that read of their first operand what an index picks.
+# Operators that read only the rows or elements of their first operand that an index picks.
 _LOOKUPS = frozenset(
     {
         VOCAB_EMBEDDING.overload,
@@ -46,7 +46,7 @@ _LOOKUPS = frozenset(
         _aten.index_select.default,
     }
 )
-# Products of composite graphs -> position of the first factor; the second is the next operand.
+# Matmuls of composite graphs -> position of the first factor; the second is the next operand.
 _PRODUCTS = {
     **dict.fromkeys(
         (
@@ -63,14 +63,14 @@ _PRODUCTS = {
 def _convolution_backward_flops(
     result: Any, grad: Tensor, image: Tensor, weight: Tensor, *options: Any
 ) -> int:
-    """Return the operations of the gradients that are asked for: each as many as the forward's."""
+    """Return the operations of the gradients that are requested, each as many as the forward's."""
     *_, transposed, _padding, _groups, mask = options
     spread = image if transposed else grad
     return 2 * spread.numel() * math.prod(weight.shape[1:]) * sum(mask[:2])
 
 
-# torch's registry has ``addmm`` and ``mm`` but no ``linear``, which simplify makes of them; of a
-# convolution it multiplies the channels of all groups with each other for the weight's gradient.
+# torch's registry has ``addmm`` and ``mm`` but not ``linear``, into which simplify turns them; for
+# the weight's gradient of a convolution it multiplies the channels of all groups with each other.
 _BY_HAND: dict[Any, Callable[..., int]] = {
     _aten.linear.default: lambda result, x, *_: 2 * result.numel() * x.shape[-1],
     _aten.convolution_backward.default: _convolution_backward_flops,
@@ -87,16 +87,16 @@ _BY_HAND: dict[Any, Callable[..., int]] = {
 
 def tensor_bytes(value: object) -> int:
     """Return the bytes of a tensor, or of all results of an operator."""
-    if isinstance(value, Tensor):  # nearly always: without the cost of looking for leaves
+    if isinstance(value, Tensor):  # nearly always: avoids a search for leaves
         return value.numel() * value.element_size()
     leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
     return sum(leaf.numel() * leaf.element_size() for leaf in leaves)
 
 
 def node_flops(node: Node) -> tuple[int, int]:
-    """Floating point operations of matrix products (2 per multiply-add): (model, hardware).
+    """Floating point operations of matmuls (2 per multiply-add): (model, hardware).
 
-    Attention scores count in full, causal or not, as in the papers. The two numbers differ if the
+    Attention scores count in full, causal or not, as in the papers. The two values differ if the
     operator recomputes internally: the backward of fused attention multiplies queries and keys
     again.
     """
@@ -108,34 +108,34 @@ def operator_flops(
     target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> tuple[int, int]:
     """Return :func:`node_flops` of an operator with these operands and this ``result``."""
-    # By hand: torch's registry lacks the operator for CPUs, and has one count for a backward, in
-    # which the recomputed product is part of the model's work.
+    # By hand: torch's registry lacks the operator for CPUs, and it has one count for a backward, in
+    # which the recomputed matmul is part of the model's work.
     if target in FUSED_ATTENTION:
         product = _attention_product(*args[:2])
-        # Scores, and scores times values; ours computes the scores again where it drops some.
+        # Scores, and scores times values; our operator recomputes the scores if some are dropped.
         again = target is DROPOUT_ATTENTION.overload and args[4] is not None
         return 2 * product, (3 if again else 2) * product
     if target in _ATTENTION_BACKWARDS:
         product = _attention_product(*args[1:3])
-        return 4 * product, 5 * product  # two gradients per product, and the scores once more
+        return 4 * product, 5 * product  # two gradients per matmul, and the scores again
     if target in _BY_HAND:
         flops = _BY_HAND[target](result, *args)
         return flops, flops
     formula = flop_registry.get(getattr(target, "overloadpacket", None))
-    if formula is None:  # pointwise and reductions: bound by memory, as the papers have it
+    if formula is None:  # pointwise and reductions: memory-bound, as the papers assume
         return 0, 0
     flops = int(formula(*args, **kwargs, out_val=result))
     return flops, flops
 
 
 def product_flops(node: Node) -> float:
-    """Return the operations (2 per multiply-add) of a composite operator that is a matrix product,
-    else 0.
+    """Return the operations (2 per multiply-add) of a composite operator that is a matmul, else
+    0.
 
     For the placement solver, which sees only the forward, before composite operators (``linear``,
     ``matmul``...) are decomposed to those that :func:`node_flops` supports.
     """
-    # By name: one of them belongs to transformers, which may not be installed.
+    # By name: one of them is from transformers, which may not be installed.
     name = getattr(getattr(node.target, "_schema", None), "name", "")
     if name not in _PRODUCTS:
         return 0.0
@@ -146,15 +146,15 @@ def product_flops(node: Node) -> float:
             shapes[2][-2:]
         )
     if "conv" in name and arguments(node).get("transposed", False):
-        # Each element of the image is spread: over the window, of all channels of its group.
+        # Each element of the image is spread over the window and all channels of its group.
         return 2.0 * math.prod(left) * math.prod(right[1:])
-    # Elements that are summed for one of the result: of a convolution its channels and window.
+    # Number of elements summed for one of the result: for a convolution its channels and window.
     inner = math.prod(right[1:]) if "conv" in name else left[-1]
     return 2.0 * float(node.meta["val"].numel()) * inner
 
 
 def _attention_product(query: Tensor, key: Tensor) -> int:
-    """Operations of one product (b, a, s, d) x (b, a, s', d)."""
+    """Operations of one matmul (b, a, s, d) x (b, a, s', d)."""
     return 2 * math.prod(query.shape) * key.shape[-2]
 
 
@@ -175,7 +175,7 @@ def collectives_us(collectives: list[Collective], world_size: int, hardware: Har
     """Return the total time of collectives, without overlap."""
     total = 0.0
     for item in collectives:
-        # One by one, for each pays the latency.
+        # One by one, because each pays the latency.
         each = item.num_bytes / max(1, item.count)
         total += item.count * collective_us(each, item.kind, world_size, hardware)
     return total
@@ -188,7 +188,7 @@ def compute_us(node: Node, hardware: Hardware, fused: Mapping[Node, int] | None 
         fused: bytes moved by nodes that are part of a larger kernel; see
             :func:`sp_compiler.cost.fused_kernels.fused_bytes`.
     """
-    # A part of several results is there when they are.
+    # A part of several results exists when they do.
     if node.op != "call_function" or is_part(node) or is_pure_view(node):
         return 0.0
     if placements_of(node) is not None:  # its time is on the link
@@ -218,7 +218,8 @@ def _drawn_numbers(node: Node) -> int:
 
 
 def _moved_bytes(node: Node) -> int:
-    """Return what a kernel reads and writes: its operands and results, of tables their rows."""
+    """Return what a kernel reads and writes: its operands and results, but only the rows that it
+    reads of tables."""
     written = tensor_bytes(node.meta["val"])
     if node.target is WRITE_ROWS.overload:
         return 2 * tensor_bytes(node.args[1].meta["val"])
@@ -230,8 +231,8 @@ def _moved_bytes(node: Node) -> int:
 
 
 def product_dtype(node: Node) -> torch.dtype:
-    """Return the dtype of a matrix product: that of its first tensor operand."""
-    # Of an operand and not of the result: products in float8 have results in 16 bits.
+    """Return the dtype of a matmul: that of its first tensor operand."""
+    # Not that of the result: matmuls in float8 have results in 16 bits.
     for value in (source.meta["val"] for source in node.all_input_nodes):
         if isinstance(value, Tensor):
             return value.dtype
@@ -269,11 +270,11 @@ def function_spans(
     hardware: Hardware,
     fused: Mapping[Node, int] | None,
 ) -> Iterator[Span]:
-    """Yield the timeline of a generated function: kernels, and collectives one after another
-    beside them.
+    """Yield the timeline of a generated function: kernels, and concurrently collectives, one after
+    another.
 
-    A collective that is started asynchronously runs until its ``wait``, one that is part of a
-    product beside that; any other blocks the kernels.
+    A collective that is started asynchronously runs until its ``wait``; one that is part of a
+    matmul runs concurrently with it; any other blocks the kernels.
 
     Args:
         fused: as for :func:`compute_us`.
@@ -285,17 +286,17 @@ def function_spans(
         time_us = compute_us(node, hardware, fused)
         collectives = node_collectives(node)
         if collectives:
-            # One link: a collective waits for those before it, whether anyone waits for them.
+            # One link: a collective waits for those before it, whether or not anything needs them.
             begin_us = max(now_us, link_free_us)
             link_free_us = begin_us + collectives_us(collectives, world_size, hardware)
             kinds = ", ".join(item.kind for item in collectives)
             yield Span(node.name, kinds, "tp", begin_us, link_free_us, recomputed)
             ours = operator_of(node.target)
             if ours is not None and ours.pipelined:
-                # One rank's part is computed when the last rows have arrived, or before the first
+                # One rank's part is computed after the last rows have arrived, or before the first
                 # sums leave; the others while the link is busy, if they take less time than that.
                 now_us = max(begin_us, link_free_us - time_us * (1 - 1 / world_size))
-                # A collective would sum on the way. Here a kernel does, of all that has arrived.
+                # A collective would sum in transit. Here a kernel sums all that has arrived.
                 arrived_bytes = ours.scratch_bytes(arguments(node), node.meta["val"])
                 time_us += kernel_us(0, arrived_bytes, product_dtype(node), hardware)
             elif is_started(node):

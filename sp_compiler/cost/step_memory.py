@@ -45,7 +45,7 @@ class StepMemory:
 
     Attributes:
         kept: every (call, saved tensor) whose storage a call allocates, in order of the calls.
-        sent: likewise those that are sent to the host.
+        sent: the same for those that are sent to the host.
         returned: storages of the model's outputs.
         timeline: bytes during each call, in the order of the step.
     """
@@ -128,7 +128,7 @@ def memory_of_split(
             timeline.append(Moment(event.phase, event.call, num_bytes, around_bytes))
             continue
         holders.apply(event)
-        # More may live after a function than while it ran.
+        # More may be live after a function than while it ran.
         if event.kind == "hold" and timeline:
             last = timeline[-1]
             timeline[-1] = replace(last, num_bytes=max(last.num_bytes, holders.live_bytes))
@@ -150,9 +150,10 @@ class Room:
 
     Attributes:
         forward_bytes: of forward, so that the step stays below its limit.
-        backward_bytes: likewise of backward.
-        most_bytes: of backward, where more memory than that hides more communication.
-        behind_bytes: likewise where it computes gradients that the call behind has left.
+        backward_bytes: the same for backward.
+        most_bytes: for backward, if more memory than that hides more communication.
+        behind_bytes: the same if it also computes weight gradients that the call before it in
+            backward has deferred to it.
     """
 
     forward_bytes: int = 0
@@ -174,17 +175,17 @@ def functions_room(
     The step must fit ``budget_bytes``, or its own peak if there is no budget: the peak is often at
     the loss, so that the functions of blocks may take more. A region's function serves all its
     calls, so the call with most bytes around it counts. Without a budget, the backward of a layer
-    may take as much again as it takes itself, because what runs early belongs to one more layer at
-    most, and once more where the layer behind leaves it gradients; with many layers that is little
-    beside what they all save.
+    may take twice what it takes itself, because what runs early belongs to at most one more layer,
+    and three times that if another layer defers gradients to it; with many layers this is little
+    compared with what they all save.
 
     Args:
         budget_bytes: limit for the activations of a step.
-        device_bytes: the same, for programs that may also stay above it.
+        device_bytes: the same, for programs that may exceed ``budget_bytes``.
         program: as for :func:`memory_of_split`, like the arguments between.
     """
     memory = memory_of_split(program, partitioned, differentiable, world_size)
-    # Not the larger of both: a budget may count on an order that lies below the peak of this one.
+    # Not the larger of both: a budget may rely on an order whose peak is below that of this one.
     limit_bytes = memory.peak_bytes if budget_bytes is None else budget_bytes
     beyond_bytes = limit_bytes if device_bytes is None else max(0, device_bytes - limit_bytes)
     layers = Counter(call.region.name for call in program.calls)

@@ -2,7 +2,7 @@
 
 The order of kernels, starts and waits is that of the generated functions; the order of functions is
 that of the step: calls forward, then backward in reverse, then the reduction of replicated
-parameters' gradients. Copies to the host and back run beside them
+parameters' gradients. Copies to the host and back run concurrently
 (:mod:`sp_compiler.cost.host_transfers`).
 """
 
@@ -54,7 +54,7 @@ class StepTimeline:
     Attributes:
         runs: runs of functions, in order.
         functions: spans of a function of a block, by the block's name and the function's.
-        transfers: copies to the host and back, by the functions whose tensors they are.
+        transfers: copies to the host and back, by the functions that the tensors belong to.
         host_wait_us: time during which the device only waits for these copies.
     """
 
@@ -160,7 +160,7 @@ def step_timeline(
         if moment.phase == "forward":
             now_us = max(end_us, link.left_us(moment.call, end_us))
             waited_us += now_us - end_us
-    # Behind the last backward, where nothing is left to hide it under.
+    # After the last backward, where nothing is left to hide it.
     reduce_us = collectives_us(list(reduction), compiled.world_size, hardware)
     if reduce_us:
         span = Span("reduce_gradients", "all_reduce", "tp", 0.0, reduce_us)
@@ -179,11 +179,11 @@ def _spans_of_functions(
     spans = {}
     for name, region in compiled.regions.items():
         graphs = region.partitioned.functions
-        # To those who ask for a layer's backward, the one of an ordinary step.
+        # Under "backward" for callers that ask for a layer's backward: that of an ordinary step.
         if region.partitioned.step_backward is not None:
             graphs["backward"] = region.partitioned.step_backward
         for function, graph in graphs.items():
-            # Per function, for kernels are fused inside of one.
+            # Per function, because kernels are fused only within one.
             traffic = fused_bytes(graph) if fused else None
             spans[name, function] = tuple(
                 function_spans(graph, compiled.world_size, hardware, traffic)

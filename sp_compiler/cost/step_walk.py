@@ -4,9 +4,9 @@ Parameters, their gradients, buffers, constants and the user's inputs are not ac
 count. The model's outputs do, and so do temporary gradients: a part of the gradient of a parameter
 that several calls use, until it is added to the others, and gradients of replicated parameters,
 until they are reduced together. So do copies of parameters with their padding, while a call runs,
-and of buffers that forward writes, which live on where backward reads them. What a call sends to
-the host leaves the device when the next call has run, and is fetched when the backward of the next
-call begins: for that long it is copied (:mod:`sp_compiler.ops.gpu.host_memory`).
+and of buffers that forward writes, which live on if backward reads them. What a call sends to the
+host leaves the device when the next call has run, and is fetched when the backward of the next call
+begins: it takes that long to copy (:mod:`sp_compiler.ops.gpu.host_memory`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sp_compiler.ir.op_traits import base, is_handed
 from sp_compiler.ir.program import Call, Program, Ref
 
 SEED_BYTES = 8
-"""Of the seed of one call, an int64."""
+"""Bytes of the seed of one call, an int64."""
 
 Phase = Literal["forward", "backward"]
 
@@ -62,8 +62,8 @@ class Holders:
     def apply(self, event: Event) -> None:
         """Hold or release the storages of ``event``."""
         for storage in event.storages:
-            # Counted when the first holder comes and when the last one goes: an output that is
-            # also saved, or saved by several calls, is one storage.
+            # Counted when the first holder is added and when the last one is removed: an output
+            # that is also saved, or saved by several calls, is one storage.
             if event.kind == "hold":
                 self.live_bytes += 0 if self._count[storage] else storage.num_bytes
                 self._count[storage] += 1
@@ -124,7 +124,7 @@ class StepWalk:
         self._now: tuple[Phase, int] = ("forward", 0)
         self._grads: dict[tuple[int, int], Storage] = {}
         self._layouts: dict[tuple[int, int], Tensor] = {}  # of those that are not contiguous
-        # By call and not by use: a call that takes a parameter twice returns one gradient of it.
+        # By call, not by use: a call that takes a parameter twice returns one gradient of it.
         self._parts_to_come = Counter(
             name
             for call in program.calls
@@ -134,8 +134,8 @@ class StepWalk:
         self._replicated: dict[str, Tensor] = {}
         self._fetched: set[int] = set()  # calls
         self._functions = step_backwards(program, partitioned)
-        # For the next call that runs backward: what is recomputed for it or left to it, as its own,
-        # and what is left of others' that it reads.
+        # For the next call that runs backward: what is recomputed for it or deferred to it, which
+        # it owns, and storages of other calls that it reads for what is deferred.
         self._handed: list[Storage | None] = []
         self._lent: list[Storage | None] = []
 
@@ -151,19 +151,19 @@ class StepWalk:
             yield self._run("forward", index)
             made = self.storages_of(index, parts)
             self.storages.append(made)
-            # Two holders: an output that is saved too lives until neither needs it.
+            # Two holders: an output that is also saved lives until neither needs it.
             yield self._hold(made.outputs)
             yield self._hold(made.saved, saved=True)
             yield self._hold(made.sent)
             yield self._release(copies)
             if index:
                 yield self._release(self.storages[index - 1].sent)
-            # Behind the call: what it read for the last time lived while it ran.
+            # After the call: what it read for the last time lived while it ran.
             for done in dead[index]:
                 yield self._release(self.storages[done].outputs)
         leaves = [leaf for leaf in self.program.outputs if isinstance(leaf, Ref)]
         yield self._release(self.written_buffers.values())
-        # New values of buffers, and what came from the same calls as results do.
+        # New values of buffers, and other results of the calls that made the model's outputs.
         for index in set(range(len(calls))).difference(*dead):
             left = {ref.output for ref in leaves if ref.kind == "call" and ref.index == index}
             outputs = enumerate(self.storages[index].outputs)
@@ -171,11 +171,11 @@ class StepWalk:
         self.returned = frozenset(filter(None, map(self._storage, leaves)))
         flowing = [ref for ref in leaves if ref.kind == "call" and self._flows(ref)]
         loss = self.program.loss
-        # A model that returns its loss is trained by that alone; of one that does not, all outputs
-        # may enter the user's own loss.
+        # A model that returns its loss is trained by the loss alone; without one, all outputs may
+        # enter the user's own loss.
         for ref in [loss] if loss is not None and loss in flowing else flowing:
             start = Storage(("backward", -1, str(ref)), tensor_bytes(self._value(ref)))
-            yield self._hold([start])  # whoever called backward holds it
+            yield self._hold([start])  # the caller of backward holds it
             yield from self._accumulate(ref, start)
         for index in reversed(range(len(calls))):
             yield from self._backward(index, calls[index])
@@ -226,7 +226,7 @@ class StepWalk:
         refs = [ref for ref in refs if self._flows(ref)]
         if parts.loss is not None:  # a step starts from the loss: no other gradient comes here
             refs = [ref for ref in refs if ref.output == parts.loss.output]
-        # Popped: a gradient is used up by the call that made the value.
+        # Popped: the call that made the value uses up its gradient.
         tangents = [self._grads.pop((ref.index, ref.output), None) for ref in refs]
         straightened = self._contiguous_copies(refs)
         if graph is None or not any(tangents):
@@ -237,7 +237,7 @@ class StepWalk:
                 tangents[position] = zeros
                 yield self._hold([zeros])
         yield from self._fetch(index)
-        # From here on they are the function's own.
+        # From here on the function owns them.
         yield self._release(self._handed)
         lent, self._handed, self._lent = self._lent, [], []
         padded = _padded_copies(index, call, parts, self._world_size, in_backward=True)
@@ -261,17 +261,17 @@ class StepWalk:
                     yield self._hold([storage])  # until all are reduced, at the end of backward
                     self._replicated[ref.name] = grad.meta["val"]
                 yield from self._collect(ref.name, storage)
-        # Only now: the backward runs with all that it was given alive.
+        # Only now: during the backward all that it was given is live.
         yield self._release(tangents)
         yield self._release(made.saved, saved=True)
         yield self._release(made.fetched)
         yield self._release([*lent, *copies])
 
     def _hand_over(self, index: int, parts: Partitioned, given: Sequence[Storage | None]) -> None:
-        """Set what call ``index`` hands over to the next one that runs backward.
+        """Set what call ``index`` recomputes for or defers to the next one that runs backward.
 
         Args:
-            given: storages of what its backward is given.
+            given: storages of the arguments of its backward.
         """
         functions = self._functions[index]
         where: tuple[Phase, int] = ("backward", index)
@@ -280,7 +280,7 @@ class StepWalk:
             values = parts.ahead.recompute.output_node().args[0]
             self._handed = [_resolve(node, {}, where) for node in values]
         split = parts.split
-        # With the last function its own backward uses them up.
+        # If backward_weights runs last, the call's own backward uses them up.
         if split is None or split.both is None or functions[-1] == "backward_weights":
             return
         known = dict(zip(split.inputs.find_nodes(op="placeholder"), given, strict=True))
@@ -291,8 +291,8 @@ class StepWalk:
             whose.append(_resolve(node, known, where))
 
     def _fetch(self, index: int) -> Iterator[Event]:
-        """Hold what call ``index`` sent to the host and, on its way while this runs, what the call
-        before it did."""
+        """Hold what call ``index`` sent to the host, and what the call before it sent, which is
+        fetched while this one runs."""
         for each in (index, index - 1):
             if each >= 0 and each not in self._fetched:
                 self._fetched.add(each)
@@ -313,14 +313,13 @@ class StepWalk:
             yield self._hold([total])
             yield self._release([before, storage])
             storage = total
-            # Autograd adds into the first where that has no gaps, else it makes a plain sum.
+            # Autograd adds into the first if that has no gaps; otherwise it makes a new sum.
             if key in self._layouts and not _is_dense(self._layouts[key]):
                 del self._layouts[key]
         self._grads[key] = storage
 
     def _contiguous_copies(self, refs: Iterable[Ref]) -> list[Storage]:
-        """Return the copies of gradients that generated code takes where these are not
-        contiguous."""
+        """Return the copies of gradients that generated code makes if these are not contiguous."""
         keys = {ref: (ref.index, ref.output) for ref in refs}
         return [
             Storage(("backward", ref.index, f"contiguous {ref}"), tensor_bytes(self._value(ref)))
@@ -332,7 +331,7 @@ class StepWalk:
         """Add a part of the gradient of a parameter; the last sum is the gradient itself."""
         self._parts_to_come[name] -= 1
         before, is_last = self._partial.pop(name, None), not self._parts_to_come[name]
-        # From one call alone: the part is the gradient, which is no activation.
+        # From only one call: the part is the gradient, which is not an activation.
         if before is None and is_last:
             return
         yield self._hold([part])
@@ -351,8 +350,8 @@ class StepWalk:
         for grad in self._replicated.values():
             sizes_bytes[grad.dtype] += tensor_bytes(grad)
         if sizes_bytes:
-            # Twice, for what is sent and what arrives; the largest, for one bucket is freed before
-            # that of the next dtype is made.
+            # Twice: what is sent and what arrives. The largest: one bucket is freed before that of
+            # the next dtype is made.
             yield self._hold([Storage(("backward", -1, "bucket"), 2 * max(sizes_bytes.values()))])
 
     # Events.

@@ -19,7 +19,7 @@ from sp_compiler.rules.factors import Dims, Factor, OpRule
 from sp_compiler.rules.registry import ROWS, Row
 
 UNPROVEN: set[str] = set()
-"""Operators whose rule is a user's and was not compared with numbers yet."""
+"""Operators whose rule is a user's and has not been verified numerically yet."""
 
 _TENSOR = re.compile(r"^(\.\.\.)?([A-Za-z]*)$")
 
@@ -45,8 +45,8 @@ def rule(
 
     The rule is verified numerically: the first compilation that uses it compares the blocks that
     have the operator with unsharded ones, on random data on simulated ranks. Register a rule before
-    compiling, and the same on every rank; a second rule for an operator replaces the first. If the
-    backward is another operator of your own, it needs a rule too; a backward made of PyTorch's
+    compiling, and the same one on every rank; a second rule for an operator replaces the first. If
+    the backward is another custom operator, it needs a rule too; a backward made of PyTorch's
     operators does not.
 
     Args:
@@ -72,12 +72,12 @@ def rule(
     """
     schema = _schema(op)
     signature = _Signature.parse(schema, text, whole, linear)
-    # A rule of the user's own may be corrected in a notebook; one of ours other passes rely on.
+    # A user's rule may be corrected in a notebook; other passes rely on the built-in ones.
     known = ROWS.get(schema.name)
     if known is not None and not isinstance(getattr(known.factors, "__self__", None), _Signature):
         raise ArgumentError(
-            f"op={schema.name!r} has a sharding rule of sp_compiler's own, which stays; drop this "
-            "call, or put what should be split in another way into an operator of your own "
+            f"op={schema.name!r} already has a built-in sharding rule, which cannot be replaced; "
+            "drop this call, or move the part to be sharded differently into a custom operator "
             "(torch.library.custom_op)"
         )
     ROWS[schema.name] = Row(signature.rule_for)
@@ -102,11 +102,11 @@ def _schema(op: Any) -> torch.FunctionSchema:
     else:
         schema = _find(getattr(target, "_qualified_op_name", target), op)._schema
     kinds = [str(argument.type) for argument in (*schema.arguments, *schema.returns)]
-    # Parts of a list have no letters of their own, and a change would be of a part alone.
+    # The tensors of a list have no letters, and a mutation would only change a rank's part.
     if schema.is_mutable or any("List[" in kind and "Tensor" in kind for kind in kinds):
         raise ArgumentError(
-            f"op={schema.name!r} changes an argument or has a list of tensors; a rule needs an "
-            "operator that returns new tensors and takes each as an argument of its own"
+            f"op={schema.name!r} mutates an argument or takes a list of tensors; a rule needs an "
+            "operator that returns new tensors and takes each tensor as a separate argument"
         )
     return schema
 
@@ -117,7 +117,7 @@ def _find(name: Any, op: Any) -> torch._ops.OpOverload:
     packet = getattr(getattr(torch.ops, match[1]), match[2], None) if match else None
     if not isinstance(packet, torch._ops.OpOverloadPacket):
         raise ArgumentError(
-            f"op={op!r} is no registered operator; expected 'namespace::name' or what "
+            f"op={op!r} is not a registered operator; expected 'namespace::name' or what "
             "torch.library.custom_op returns, after the module that defines it is imported"
         )
     return getattr(packet, packet.overloads()[0])
@@ -199,17 +199,17 @@ class _Signature:
             self._dims(tensor, item.shape, factors, is_result=True)
             for tensor, item in zip(self.results, values, strict=True)
         )
-        # Optional tensors that are not given have no position; a set that names one is dropped.
+        # Optional tensors that are not passed have no position; a set that names one is dropped.
         positions = {name: index for index, name in enumerate(sources)}
         linear = tuple(
             tuple(positions[name] for name in names)
             for names in self.linear
             if all(name in positions for name in names)
         )
-        # A letter that only some of several results lack makes those partial and shards the others.
+        # A letter that only some of the results lack makes those partial and shards the others.
         of_results = [{factor for dim in dims for factor in dim} for dims in results]
         summed = [f for f in factors.values() if any(f not in result for result in of_results)]
-        # Only an operator of any number of leading dims runs on them flattened to one.
+        # Only an operator for any number of leading dims can run on them flattened to one.
         flattens = all(tensor.has_more for tensor in self.results)
         return OpRule(
             operands,
@@ -239,9 +239,9 @@ class _Signature:
         for name, size in zip(names, shape, strict=True):
             known = factors.get(name, Factor(name, size, name in self.whole))
             if known.size != size and (is_result or size != 1):
-                what = f"{name!r} is" if name.isalpha() else "a dim before the letters is"
-                self._refuse(f"{what} {known.size} and, in {tensor.name}, {size}")
-            # A dim of size 1 has a factor only to say that it must not become part of the rows.
+                what = f"{name!r} has" if name.isalpha() else "a dim before the letters has"
+                self._refuse(f"{what} size {known.size}, but {size} in {tensor.name}")
+            # A dim of size 1 gets a factor only to mark that it must not become part of the rows.
             if size != 1 or known.blocked:
                 factors[name] = known
             dims.append((known,) if size == known.size and name in factors else ())

@@ -31,7 +31,7 @@ class Factor:
 
 
 Dim = tuple[Factor, ...]
-"""Factors of one dimension, outermost first; empty where its size is 1."""
+"""Factors of one dimension, outermost first; empty if its size is 1."""
 
 Dims = tuple[Dim, ...]
 
@@ -39,8 +39,8 @@ Rows = Literal["leading", "broadcast", "relabel", "fixed"]
 """Leading dims of an operand and of a result that may be flattened together.
 
 ``leading``: the same number of both. ``broadcast``: all but the same number of trailing ones.
-``relabel``: any, for only the shape changes. ``fixed``: a single one, which stays as it is: the
-operator takes one rank alone, or counts dims from the front.
+``relabel``: any, because only the shape changes. ``fixed``: a single one, which stays as it is: the
+operator takes exactly one row dim, or counts dims from the front.
 """
 
 
@@ -62,10 +62,10 @@ class OpRule:
             sharded dim and the number of ranks. It then supports no segments, and rows exclude the
             last dim.
         rows: how leading dims may be flattened to rows of tokens; see :data:`Rows`.
-        whole: positions of results that no sharded operand changes: all ranks have them. Not with
-            ``linear``.
-        segmented: whether a dim may be sharded in segments or with padding; not where the typings
-            of an operator of ours name the dim alone.
+        whole: positions of results that are the same on all ranks, whatever operand is sharded. Not
+            with ``linear``.
+        segmented: whether a dim may be sharded in segments or with padding; not if the typings of
+            one of our operators name only the dim.
     """
 
     operands: tuple[Dims, ...]
@@ -82,7 +82,7 @@ class OpRule:
 
 def named(shape: Sequence[int], names: str) -> Dims:
     """One factor per dim, named by ``names``, one letter per dim."""
-    # A size of 1 gets no factor: it cannot be cut, and a broadcast one is no index of the others.
+    # A size of 1 gets no factor: it cannot be cut, and if broadcast, it is not an index of others.
     return tuple(
         () if size == 1 else (Factor(name, size),) for size, name in zip(shape, names, strict=True)
     )
@@ -119,7 +119,7 @@ def broadcast(shape: Sequence[int], result: Dims, result_shape: Sequence[int]) -
 def reshaped(shape: Sequence[int], result: Sequence[int]) -> tuple[Dims, Dims]:
     """Common factors of two shapes with the same number of elements, row-major.
 
-    Dims that straddle others get a blocked factor each: a part of one is not a part of the other.
+    Dims that cross each other's boundaries get a blocked factor each: their parts do not match.
     """
     dims: tuple[list[Dim], list[Dim]] = ([], [])
     for (low, high), (first, last) in matching_spans(shape, result):
@@ -133,7 +133,7 @@ def reshaped(shape: Sequence[int], result: Sequence[int]) -> tuple[Dims, Dims]:
                     for index, size in enumerate(sizes)
                 ]
             continue
-        # Named by the number of elements behind it, which makes the name unique in the rule.
+        # Named by the number of elements after it, which makes the name unique in the rule.
         behind = math.prod(shape[high:])
         factors = [
             Factor(f"x{behind * math.prod(common.sizes[index + 1 :])}", size)
@@ -145,11 +145,11 @@ def reshaped(shape: Sequence[int], result: Sequence[int]) -> tuple[Dims, Dims]:
 
 
 def record_cuts(shape: Sequence[int], result: Sequence[int]) -> None:
-    """Compare open sizes as :func:`reshaped` compares the example's, so that it is recorded."""
+    """Compare open sizes as :func:`reshaped` compares the example's, to record the comparisons."""
     cuts = sorted([*_cuts(shape), *_cuts(result)], key=example_number)
     for low, high in itertools.pairwise(cuts):
         if is_open(low) or is_open(high):
-            # Asked for what asking records: an open size remembers every comparison.
+            # Evaluated for its side effect: an open size records every comparison.
             _ = low == high or high % low == 0 or low < high
 
 

@@ -1,12 +1,12 @@
 """Operators at which a dim may be padded until it is divisible by the number of ranks.
 
-A padded shard has zeros after the true elements in parameters and gradients, and finite numbers in
-other values, so nothing has to be masked: a product that sums over a padded dim has zeros on at
-least one side, and gradients of the padding are zero. The operators below preserve this; before all
-others the dim is gathered. A loss over a padded vocabulary excludes the padding itself.
+A padded shard has zeros after the true elements in parameters and gradients, and finite values in
+other tensors, so nothing has to be masked: a matmul that sums over a padded dim has zeros on at
+least one side, and gradients of the padding are zero. The operators below preserve this; the dim is
+gathered before all others. A loss over a padded vocabulary itself excludes the padding.
 
 A padded head is computed like the others, from zeros: its scores are those of the mask, which all
-heads share, its output is finite, and the product after attention has zeros in its weight.
+heads share, its output is finite, and the weight of the matmul after attention is zero there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sp_compiler.rules.factors import Factor, OpRule
 
 _aten = torch.ops.aten
 
-# Finite, with a finite derivative, wherever their operands are; zero at zero is not needed.
+# Finite, with a finite derivative, for finite operands; they need not map zero to zero.
 POINTWISE = frozenset(
     {
         _aten.add.Tensor,
@@ -39,7 +39,7 @@ POINTWISE = frozenset(
         _aten.square.default,
     }
 )
-# Finite wherever the true elements along their other dims are, with whatever mask those share.
+# Finite wherever the true elements along their other dims are, with any mask that those share.
 ROWWISE = frozenset(
     {
         _aten._softmax.default,
@@ -49,7 +49,7 @@ ROWWISE = frozenset(
         DROPOUT_MASK.overload,
     }
 )
-# Right where they sum over other dims than the padded one.
+# Correct if they sum over dims other than the padded one.
 SUMS = frozenset(
     {
         _aten.baddbmm.default,
@@ -60,8 +60,8 @@ SUMS = frozenset(
         _aten.sum.dim_IntList,
     }
 )
-# A mask that differs between heads would be zeros, or False, in the padding: it could forbid all of
-# a row there, and a softmax of nothing is NaN.
+# A mask that differs between heads would be zeros, or False, in the padding: it could forbid an
+# entire row there, whose softmax is NaN.
 _MASKED = {
     _aten.where.ScalarOther: "condition",
     _aten.where.ScalarSelf: "condition",
@@ -89,7 +89,7 @@ RELABELLING = frozenset(
         _aten.view.default,
     }
 )
-# A value is infinite behind these where an operand is; behind all others it is finite.
+# Their result is infinite where an operand is; that of all other operators is finite.
 _PASSES_INFINITY = frozenset(
     {
         *(POINTWISE - {_aten.sigmoid.default, _aten.tanh.default}),
@@ -101,28 +101,28 @@ _PASSES_INFINITY = frozenset(
         _aten.where.self,
     }
 )
-# What a weight may go through on its way to a product: zeros stay zeros.
+# Operators that a weight may pass on its way to a matmul: zeros stay zeros.
 _KEEP_ZEROS = frozenset(
     {_aten._to_copy.default, _aten.permute.default, _aten.t.default, _aten.transpose.int}
 )
 
 
 def may_pad(node: Node, rule: OpRule, factor: Factor, is_parameter: Callable[[Node], bool]) -> bool:
-    """Return whether the results of ``node`` are right with operands padded along ``factor``.
+    """Return whether the results of ``node`` are correct with operands padded along ``factor``.
 
     Args:
         rule: of ``node``.
         is_parameter: whether a node is a parameter, which is padded with zeros.
     """
     target = node.target
-    # What is computed from a parameter need not be zero where that is: exp(0) is 1.
+    # A value computed from a parameter need not be zero where the parameter is: exp(0) is 1.
     if target is _aten.linear.default:
         return all(_is_weight(operand, is_parameter) for operand in tensor_operands(node)[1:])
     if target is _aten.div.Tensor:
-        # By a tensor it might be 0 / 0 in the padding, and a NaN there spreads in backward.
+        # Division by a tensor might be 0 / 0 in the padding, and a NaN spreads in backward.
         return not isinstance(node.args[1], Node) and node.args[1] != 0 and _is_finite(node)
     if target in SUMS:
-        # A product with a weight meets its zeros; any other sum would take in the padding.
+        # A matmul with a weight multiplies by its zeros; any other sum would include the padding.
         summed = any(factor.name == other.name for other in (*rule.contracted, *rule.averaged))
         is_product = target in (_aten.matmul.default, _aten.mm.default)
         weights = tensor_operands(node)[1:] if is_product else []
@@ -130,11 +130,11 @@ def may_pad(node: Node, rule: OpRule, factor: Factor, is_parameter: Callable[[No
     if target in (_aten.layer_norm.default, _aten.rms_norm.default, _aten.rsqrt.default):
         return _carries_rows_of_zeros(node)
     if target is _aten.pow.Tensor_Scalar:
-        # The base may be negative in the padding though it never is in the true elements.
+        # The base may be negative in the padding even if it never is in the true elements.
         exponent = node.args[1]
         return exponent >= 1 and float(exponent).is_integer()
     if target is _aten.mul.Tensor:
-        # A mask of -inf times what is zero in the padding would be NaN there.
+        # A mask of -inf times a zero of the padding would be NaN.
         operands = tensor_operands(node)
         infinite = len(operands) > 1 and any(_may_be_infinite(x, is_parameter) for x in operands)
         return not infinite and _is_finite(node)
@@ -154,11 +154,11 @@ def _runs_over(node: Node, rule: OpRule, mask: Node, factor: Factor) -> bool:
 
 
 def _carries_rows_of_zeros(norm: Node) -> bool:
-    """Return whether a norm, or the root in an explicit one, is finite where all is zero."""
+    """Return whether a norm, or the rsqrt in a decomposed one, is finite for rows of zeros."""
     if norm.target is _aten.rsqrt.default:
         return _is_positive(norm.args[0])
-    # Rows of zeros have no variance: without eps they would be divided by 0. Norms compute in
-    # float32 at least.
+    # Rows of zeros have no variance: without eps they would be divided by 0. Norms compute in at
+    # least float32.
     values = norm.args[0]
     assert isinstance(values, Node)
     dtype = torch.promote_types(values.meta["val"].dtype, torch.float32)
@@ -166,7 +166,7 @@ def _carries_rows_of_zeros(norm: Node) -> bool:
 
 
 def _is_positive(node: Any) -> bool:
-    """Return whether it is a mean of squares plus a positive number, as in an explicit norm."""
+    """Return whether ``node`` is a mean of squares plus a positive number: a decomposed norm's."""
     if not isinstance(node, Node) or node.target is not _aten.add.Tensor:
         return False
     mean, eps = node.args
@@ -187,11 +187,11 @@ def _is_enough(eps: float, dtype: torch.dtype) -> bool:
 
 
 def _may_be_infinite(node: Node, is_parameter: Callable[[Node], bool]) -> bool:
-    """Return whether a mask may have put an infinity into a padded value: chosen by it, or added.
+    """Return whether a mask may have put an infinity into a padded value, by selection or addition.
 
-    Nobody knows the numbers that come from outside of the region. They reach the padding where an
-    element of them meets several of the result; what is as large as the result, such as the
-    probabilities of a soft target, is padded with zeros itself.
+    Values from outside of the region are unknown. They reach the padding if one element of them is
+    broadcast to several of the result; a value as large as the result, such as the probabilities of
+    a soft target, is itself padded with zeros.
     """
     seen: set[tuple[Node, bool, bool]] = set()
     pending = [(node, False, False)]
@@ -214,8 +214,8 @@ def _may_be_infinite(node: Node, is_parameter: Callable[[Node], bool]) -> bool:
 
 
 def _is_finite(node: Node) -> bool:
-    """Return whether the numbers among the arguments are finite; they are combined with zeros of
-    the padding."""
+    """Return whether the scalar arguments are finite; they are combined with zeros of the
+    padding."""
     numbers = [x for x in (*node.args, *node.kwargs.values()) if isinstance(x, int | float)]
     return all(map(math.isfinite, numbers))
 

@@ -1,6 +1,6 @@
-"""Rows of the rule table, and the helpers with which all families read nodes.
+"""Rows of the rule table, and the helpers that all families use to read nodes.
 
-A row gives the factors of one call, from shapes and constant arguments alone. Its other columns
+A row gives the factors of one call, from only shapes and constant arguments. Its other columns
 describe how one rank calls the operator: a size argument has another value on a shard, and only
 this table knows which arguments are sizes.
 """
@@ -19,7 +19,7 @@ from sp_compiler.ir.fx import arguments, shape_of, tensor_operands
 from sp_compiler.rules.factors import Dims, OpRule
 
 FIRST_OPERAND = ((0,),)
-"""Linear in the first operand alone."""
+"""Linear in only the first operand."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def rule(
 
     def register(factors: Factors) -> Factors:
         for name in names:
-            # Two families that both claim an operator: which one counts would depend on imports.
+            # Two families that claim one operator: which rule applied would depend on imports.
             assert name not in ROWS, f"{name} has two rules"
             ROWS[name] = Row(factors, local_arguments or {}, is_reshape)
         return factors
@@ -99,7 +99,7 @@ def operand_shapes(node: Node) -> list[tuple[int, ...]]:
 
 
 def result_values(node: Node) -> list[Any]:
-    """Return the results of ``node``, of an operator with one result that one."""
+    """Return the results of ``node`` as a list, also if the operator has only one."""
     value = node.meta["val"]
     return list(value) if isinstance(value, (tuple, list)) else [value]
 
@@ -111,7 +111,7 @@ def result_shapes(node: Node) -> list[tuple[int, ...]]:
 
 def dims_by_name(node: Node, dims: Callable[[str, Node], Dims]) -> tuple[Dims, ...]:
     """Dims of the tensor operands of ``node`` in order, from their names in the schema."""
-    # By name, for optional tensors that are not given shift the positions of the others.
+    # By name, because optional tensors that are not passed shift the positions of the others.
     by_operand = {
         argument: dims(name, argument)
         for name, argument in arguments(node).items()

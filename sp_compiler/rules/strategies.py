@@ -93,17 +93,17 @@ def strategies(
     if offers.sequence_parallel:
         candidate = _shard_rows(rule, offers)
         offered += [candidate] if candidate else []
-    # Without repeats, and in one order on every rank, in contrast to a set.
+    # Without repeats, and in the same order on every rank, unlike a set.
     return [replace(each, whole=rule.whole) for each in dict.fromkeys(offered)]
 
 
 def _cuts(rule: OpRule, factor: Factor, offers: Offers) -> list[Segmentation]:
-    """Return the ways to cut ``factor`` into what the ranks share; no sizes: as one part."""
+    """Return the ways to cut ``factor`` over the ranks; a cut without sizes: as one part."""
     cuts = [Segmentation(())] if offers.shardable(factor) else []
     if not rule.segmented:
         return cuts
-    # An operator that counts its place in the global tensor would count wrong in segments; behind
-    # a single one there is padding, which it is told of.
+    # An operator that computes its position in the global tensor would be wrong in segments; with a
+    # single one there is only padding, which it is told of.
     cuts += [cut for cut in offers.segmentations(factor) if not rule.placed or len(cut.sizes) == 1]
     may_pad = factor.size > 1 and offers.may_pad(factor)
     return [cut for cut in cuts if may_pad or not cut.is_padded(offers.world_size)]
@@ -131,25 +131,25 @@ def shard_factor(
     results = [_placement_of(dims, factor, cut, world_size) for dims in rule.results]
     if None in operands or None in results:
         return None
-    # A result without the factor holds one rank's share of a sum, or, for any other operator, is
-    # not what all ranks have: there is no such placement.
+    # A result without the factor holds one rank's share of a sum. For any other operator it differs
+    # between ranks without being a summand: there is no such placement.
     averaged = factor in rule.averaged
     for index in rule.whole:
-        # With no operand of either kind the check reads it as I.
+        # With no operand placed R or I, the check takes it for I.
         results[index] = R if R in operands else I
     lacking = [i for i, placement in enumerate(results) if placement == R and i not in rule.whole]
     if averaged or any(factor.name == contracted.name for contracted in rule.contracted):
         results = [P if i in lacking else placement for i, placement in enumerate(results)]
     elif lacking:
         return None
-    # One cut serves all: S(0) of one tensor is not the rows of S(0|4,4) of another. Units are
+    # One cut serves all: S(0) of one tensor has other rows than S(0|4,4) of another. Units are
     # scaled with the dim that they are in.
     cuts = {p.segments for p in (*operands, *results) if p is not None and p.kind == "S"}
     if cut.sizes and not cut.is_padded(world_size) and len(cuts) != 1:
         return None
     if -(-factor.size // world_size) == 1 and all(placement == R for placement in operands):
-        # A dim that only the result has, cut to size 1: nothing in the traced graph would show the
-        # sum over it that its gradient needs.
+        # A dim that only the result has, cut to size 1: its gradient needs a sum over that dim, of
+        # which the traced graph would show nothing.
         return None
     lowering: Literal["itself", "sum"] = "sum" if averaged else "itself"
     return Strategy(tuple(operands), tuple(results), lowering)  # type: ignore[arg-type]
@@ -173,7 +173,7 @@ def _placement_of(
             return S(position, cut.sizes) if fits else None
         if dim[index].size % world_size:
             return None
-        # Behind an outer factor each of its rows is cut: as many segments, all of one size.
+        # After an outer factor each of its rows is cut: that many segments, all of one size.
         outer, size = (math.prod(item.size for item in part) for part in (dim[:index], dim[index:]))
         return S(position, (size,) * outer if outer > 1 else ())
     return R
@@ -195,7 +195,7 @@ def padded_cut(cut: Segmentation, size: int, outer: int, inner: int) -> Segmenta
             sizes: the units, groups of heads, are the same.
     """
     total, units = sum(cut.sizes), cut.units or cut.sizes[0]
-    # In front of several segments a factor would repeat them in turn: nothing asks for that.
+    # A factor before several segments would repeat them in turn: no operator asks for that.
     if (len(cut.sizes) > 1 and outer > 1) or any(s * size % (total * units) for s in cut.sizes):
         return None
     return Segmentation(tuple(s * size // total * inner for s in cut.sizes) * outer, units)
@@ -218,12 +218,12 @@ def _shard_rows(rule: OpRule, offers: Offers) -> Strategy | None:
             if not _flatten_alike(rule.rows, (len(dims), count), result):
                 return None
             operands.append(T(count))
-        # Some of the token dims, or all in another order: its rows are not those of the result.
+        # Only some of the token dims, or another order: its rows are not those of the result.
         elif any(factor in rows for dim in dims for factor in dim):
             return None
         else:
             operands.append(R)
-    # What is placed may make its rows of nothing but their place.
+    # A placed operator may make its rows from nothing but their position.
     if not any(p.kind == "T" for p in operands) and not rule.placed:
         return None
     return Strategy(tuple(operands), tuple(T(count) for count in offers.result_rows))
@@ -235,13 +235,13 @@ def _flatten_alike(rows: Rows, operand: tuple[int, int], result: tuple[int, int]
     (rank, count), (result_rank, result_count) = operand, result
     if rows == "fixed":
         return count == result_count == 1
-    # Aligned from the right: as many dims must stand behind the rows.
+    # Aligned from the right: the same number of dims must follow the rows.
     if rows == "broadcast":
         return rank - count == result_rank - result_count
     return rows == "relabel" or count == result_count
 
 
 def _leading(dims: Dims, count: int) -> tuple[Factor, ...]:
-    """Factors of the first ``count`` dims; () where one of them cannot be sharded."""
+    """Factors of the first ``count`` dims; () if one of them cannot be sharded."""
     factors = tuple(factor for dim in dims[:count] for factor in dim)
     return () if any(factor.blocked for factor in factors) else factors

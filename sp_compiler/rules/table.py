@@ -38,12 +38,12 @@ _POINTWISE_ROW = Row(elementwise.pointwise)
 
 
 def row_of(node: Node) -> Row | None:
-    """Return the row of the operator of ``node``; one row, by PyTorch's own tag, covers all
-    pointwise operators."""
+    """Return the row of the operator of ``node``; all pointwise operators, by PyTorch's own tag,
+    share one row."""
     row = ROWS.get(schema_name(node))
     if row is not None or not isinstance(node.target, torch._ops.OpOverload):
         return row
-    # Of several results (frexp) a row would have to name each.
+    # For several results (frexp) a row would have to describe each.
     is_single = len(node.target._schema.returns) == 1
     return _POINTWISE_ROW if is_single and torch.Tag.pointwise in node.target.tags else None
 
@@ -60,8 +60,8 @@ def has_rule(node: Node) -> bool:
 
 
 def missing_rule(node: Node, name: str) -> str:
-    """Say of ``node``, called ``name`` in the text, that :func:`rule_for` has nothing for it."""
-    # Told apart, for only an operator without a row can be given a rule by the user.
+    """Return a text that :func:`rule_for` has no rule for ``node``, called ``name`` in it."""
+    # Distinguished, because only an operator without a row can be given a rule by the user.
     limits = " with these shapes and arguments" if has_rule(node) else ""
     return f"no sharding rule for {name}{limits}"
 
@@ -70,17 +70,17 @@ def is_pointwise(node: Node) -> bool:
     """Return whether operands of ``node`` are broadcast to its result and combined element by
     element."""
     row = row_of(node)
-    # The tag counts beside a row of its own: such a row may say less, never something else.
+    # The tag counts in addition to a separate row: such a row may refuse, but never contradict it.
     tagged = row is not None and torch.Tag.pointwise in node.target.tags
     return tagged or (row is not None and row.factors is elementwise.pointwise)
 
 
 def record_factors(node: Node) -> None:
-    """Compare the open sizes of ``node`` as its rule compared the example's, so that calls with
-    other results are recognised."""
+    """Compare the open sizes of ``node`` as its rule compared the example's, so that calls for
+    which the comparisons differ are recognised."""
     row = row_of(node)
     if row is not None and row.factors is views.reshape:
-        # The rule sorts cuts of the example; open ones cannot be sorted, only compared in pairs.
+        # The rule sorts the example's cuts; open ones cannot be sorted, only compared in pairs.
         record_cuts(*operand_shapes(node), *result_shapes(node))
     else:
         rule_for(node)
@@ -105,20 +105,20 @@ def local_call(
         return target, tuple(args), kwargs
     if row.is_reshape(call):
         return torch.ops.aten.reshape.default, (args[0], list(call.result_shapes[0])), {}
-    # All are replaced, those that stay the same too: sizes may be open, and to compare them here
-    # would record what the program does not depend on.
+    # All are replaced, also those that stay the same: sizes may be open, and comparing them here
+    # would record a condition that the program does not depend on.
     args, kwargs = list(args), dict(kwargs)
     for position, argument in enumerate(target._schema.arguments):
         if argument.name not in row.local_arguments or argument.name not in call.arguments:
             continue
         value = row.local_arguments[argument.name](call)
-        # A default stays unwritten. Only of numbers that cannot be open.
+        # A default stays implicit. Compared only if plain integers, which are not open.
         if type(value) is int and value == call.arguments[argument.name]:
             continue
         if argument.kwarg_only or argument.name in kwargs:
             kwargs[argument.name] = value
             continue
-        # Written out up to this one: a default before it cannot be left out by position.
+        # Explicit up to this one: positional defaults before it cannot be left out.
         args += list(call.arguments.values())[len(args) : position + 1]
         args[position] = value
     return target, tuple(args), kwargs

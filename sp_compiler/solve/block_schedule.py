@@ -1,6 +1,6 @@
 """Order of a block's kernels and collectives on one rank, on plain data; knows no graph.
 
-A kernel occupies the compute stream. A collective is two tasks: its *start* hands it to the link,
+A kernel occupies the compute stream. A collective is two tasks: its *start* queues it on the link,
 which runs one collective after another in the order of their starts, and its *wait* blocks the
 compute stream until it is complete. :func:`simulate` returns the time of an order, and
 :func:`peak_bytes` its memory. :mod:`sp_compiler.solve.list_schedule` searches for a good order.
@@ -78,7 +78,7 @@ class Block:
 
     def communicates(self, position: int) -> bool:
         """Return whether a task is a collective, or the start of one."""
-        # A link without latency carries nothing, or everything at an infinite rate, in no time.
+        # On a link without latency a collective of no bytes, or at infinite bandwidth, takes 0 us.
         return self.tasks[position].link_us > 0 or position in self.wait_of
 
     @cached_property
@@ -150,7 +150,7 @@ class Block:
     @cached_property
     def before(self) -> tuple[int, ...]:
         """Tasks that must run before a task, one bit each, by its position."""
-        # Sets of positions as bits of a number: unions of thousands of them take no time.
+        # Sets of positions as bits of an integer: unions of thousands of them take no time.
         before = [0] * len(self.tasks)
         for position, task in enumerate(self.tasks):
             for needed in task.needs:
@@ -159,7 +159,7 @@ class Block:
 
     @cached_property
     def behind(self) -> tuple[int, ...]:
-        """Tasks that must run after a task, likewise."""
+        """Tasks that must run after a task, in the same form."""
         behind = [0] * len(self.tasks)
         for position in reversed(range(len(self.tasks))):
             for user in self.users[position]:
@@ -168,7 +168,7 @@ class Block:
 
     def kernels_us(self, tasks: int) -> float:
         """Return the time of the kernels among ``tasks``, a set with one bit each."""
-        # As bytes of 0 and 1, from the first task on, so that no loop of Python looks at each.
+        # As bytes of 0 and 1, first task first, so that no Python loop visits each task.
         bits = f"{tasks:b}"[::-1].encode().translate(_BITS)
         return sum(compress(self.times_us, bits))
 
@@ -184,7 +184,7 @@ class Block:
 
     @cached_property
     def most_bytes(self) -> int:
-        """Bytes that no order exceeds: all that is ever made, beside the largest need of a task."""
+        """Bytes that no order exceeds: all that is ever made, plus the largest need of a task."""
         return sum(self.storage_bytes) + max(self.run_bytes, default=0)
 
     @cached_property
@@ -250,7 +250,7 @@ class Clock:
 
     @property
     def time_us(self) -> float:
-        """The time when all has run: what nobody waited for has to arrive as well."""
+        """The time when all has run, including collectives that no task waited for."""
         return max(self.now_us, self.link_free_us)
 
     def run(self, position: int) -> None:
@@ -271,7 +271,7 @@ class Clock:
         self._link_left_us -= link_us * self._factor
         behind_us = max(self._link_left_us, self._block.to_end_us[position] - link_us)
         self.least_us = max(self.least_us, arrival_us + behind_us)
-        if position not in self._block.wait_of:  # it is waited for where it starts
+        if position not in self._block.wait_of:  # it has no wait: it blocks where it starts
             self._wait(position)
 
     def _wait(self, start: int) -> None:
@@ -283,8 +283,8 @@ class Clock:
 
 
 def most_beside(block: Block) -> float:
-    """Return the largest possible kernel time beside a collective, relative to the collective's
-    time."""
+    """Return the largest possible kernel time concurrent with a collective, relative to the
+    collective's time."""
     most, every = 0.0, (1 << len(block.tasks)) - 1
     for start, wait in block.wait_of.items():
         ordered, link_us = block.before[start] | block.behind[wait], block.tasks[start].link_us
@@ -335,7 +335,7 @@ class Memory:
         block, left = self._block, self._holders_left
         reached_bytes = self.live_bytes + block.run_bytes[position]
         self.live_bytes += block.made_bytes[position]
-        # What it makes may die with it: a result that nothing reads.
+        # A result that nothing reads dies with the task that makes it.
         for storage in block.holders[position]:
             left[storage] -= 1
             if not left[storage]:
@@ -343,9 +343,9 @@ class Memory:
         return reached_bytes
 
     def run_all(self, order: Iterable[int], limit_bytes: float) -> int:
-        """Run tasks, up to the first beside which more than ``limit_bytes`` exist, and return the
+        """Run tasks, up to the first during which more than ``limit_bytes`` exist, and return the
         most bytes that existed."""
-        # As `run` does, which walks call so often that a loop of one would cost them a tenth more.
+        # Same as `run`, inlined: walks call it so often that calls would take them 10 % longer.
         block, left, live_bytes, most_bytes = self._block, self._holders_left, self.live_bytes, 0
         run_bytes, made_bytes, holders = block.run_bytes, block.made_bytes, block.holders
         sizes = block.storage_bytes

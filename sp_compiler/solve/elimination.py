@@ -6,9 +6,9 @@ and the placements in which values read outside exist. Equal rows, and rows that
 at no higher cost, are dropped. A transformer layer passes on one or two values, so tables stay
 small, and the last one has a single row. T5's 257 vertices on 8 ranks take 0.2 s of CPU, where the
 linear program of :mod:`sp_compiler.solve.placement_milp` takes 10 s for the same objective
-(``python -m benchmarks.solver_ways placement``). If the cost of some choice is known, tables that
-would get too wide are narrowed: rows are dropped that cost more than it, together with the cheapest
-rows of all other tables.
+(``python -m benchmarks.solver_ways placement``). If the cost of some choice is known, it narrows
+tables that would get too wide: a row is dropped if, together with the cheapest rows of all other
+tables, it costs more than that choice.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from sp_compiler.base.placement import Placement
 from sp_compiler.solve.placement_problem import ConversionCost, NoChoiceError, ValueName, Vertex
 
 MAX_PAIRS = 4_000_000
-"""Pairs of rows that one elimination may look at, about a second."""
+"""Pairs of rows that one elimination may examine, about a second."""
 _CHEAPEST = 24
 """Number of cheap rows that are tried as a replacement of each costlier one."""
-_MAX_KEY = 1 << 62  # of joint states, numbered in int64
+_MAX_KEY = 1 << 62  # for joint states, which are numbered in int64
 
 State = Any
-"""State of one value in a row. Of a value that is needed: the set of placements; of one that is
-made: its placement and the set of those that it was converted to. A set is a bit mask."""
+"""State of one value in a row. For a needed value: the set of placements; for a value that is made:
+its placement and the set of those that it was converted to. A set is a bit mask."""
 
 
 @dataclass
@@ -67,7 +67,7 @@ class _Column:
         return _Column(self.codes.T, self.states)
 
     def at(self, rows: NDArray[np.int64]) -> _Column:
-        # States that no row has left are dropped: the size of later tables goes with their number.
+        # States that no remaining row has are dropped: later tables grow with their number.
         used, codes = np.unique(self.codes.ravel()[rows], return_inverse=True)
         return _Column(codes, [self.states[code] for code in used])
 
@@ -108,9 +108,9 @@ class Elimination:
         vertices: every value is made by exactly one vertex, which does not read it itself. No cost
             is negative.
         conversion_cost: see :data:`sp_compiler.solve.placement_problem.ConversionCost`.
-        max_rows: how many of the cheapest rows of a table are kept: what is found is a choice, not
-            always the best one.
-        most_us: what some choice is known to cost, in us.
+        max_rows: how many of the cheapest rows of a table are kept. The result is then a valid
+            choice, but not always the best one.
+        most_us: the known cost of some choice, in us.
     """
 
     def __init__(
@@ -140,8 +140,8 @@ class Elimination:
             self._measure(i)
 
     def run(self) -> list[int] | None:
-        """Return the cheapest options, the first ones if several are; ``None`` if a table gets too
-        wide.
+        """Return the cheapest options, the first of equally cheap ones; ``None`` if a table gets
+        too wide.
 
         Raises:
             NoChoiceError: no choice satisfies every need.
@@ -152,13 +152,13 @@ class Elimination:
         # Ties are broken by number, so that every rank eliminates in the same order.
         while self._edges:
             growth, pairs, first, second = heapq.heappop(self._lightest)
-            if self._edges.get((first, second)) != (growth, pairs):  # eliminated, or weighed anew
+            if self._edges.get((first, second)) != (growth, pairs):  # eliminated, or reweighed
                 continue
             if pairs > MAX_PAIRS:
                 return None
             self._eliminate(first, second)
-        # One table per connected part of the problem is left, and nothing outside sees it: its
-        # cheapest row is the best. From there back to the options that it was made of.
+        # One table per connected component is left, and nothing outside sees it: its cheapest row
+        # is the best. Trace that back to the options that it was made of.
         todo = [(table, int(table.costs.argmin())) for table in self._tables.values()]
         while todo:
             table, row = todo.pop()
@@ -170,7 +170,7 @@ class Elimination:
 
     @property
     def cost_us(self) -> float:
-        """Of the cheapest rows of all tables: the objective after :meth:`run`, less before."""
+        """Of the cheapest rows of all tables: after :meth:`run` the objective, before that less."""
         return sum(float(table.costs.min()) for table in self._tables.values())
 
     def _leaf(self, number: int, vertex: Vertex) -> _Table:
@@ -205,24 +205,24 @@ class Elimination:
 
     def _cost(self, value: ValueName, made: int, mask: int) -> float:
         """us of converting ``value`` from one placement to all in ``mask``."""
-        mask &= ~(1 << made)  # as it is made, it is there for free
+        mask &= ~(1 << made)  # the placement it is made in is free
         if not mask:
             return 0.0
         key = (value, made, mask)
         if key not in self._costs:
             source = self._placements[made]
             costs = [self._conversion_cost(value, source, self._placements[t]) for t in _bits(mask)]
-            # Infinite where there is no such conversion: sums stay sums, and rows with one go.
+            # Infinite if there is no such conversion: sums stay sums, and such rows are dropped.
             self._costs[key] = sum(math.inf if cost is None else cost for cost in costs)
         return self._costs[key]
 
     # The order of elimination: next is the pair after which the fewest values are seen from
-    # outside, for the rows of a table are products over those values.
+    # outside, because the number of rows of a table grows exponentially with those values.
 
     def _measure(self, number: int) -> None:
         """Weigh the elimination of a table with each that it reads from and each that reads it.
 
-        The weight: by how many values it widens the wider table, then how many pairs it looks at.
+        The weight: by how many values it widens the wider table, then how many pairs it examines.
         """
         for pair in self._edges_of(number):
             if pair in self._edges:
@@ -242,7 +242,7 @@ class Elimination:
         ]
 
     def _interface(self, first: int, second: int) -> tuple[list[ValueName], list[ValueName]]:
-        """Values that the two tables together need, and those of theirs that others read."""
+        """Values that the two tables together need, and those they make that others read."""
         a, b, both = self._tables[first], self._tables[second], {first, second}
         made = a.makes | b.makes
         needs = [value for value in a.needs | b.needs if value not in made]
@@ -256,7 +256,7 @@ class Elimination:
         for pair in (*self._edges_of(first), *self._edges_of(second)):
             self._edges.pop(pair, None)
         a, b = self._tables.pop(first), self._tables.pop(second)
-        # Out of the books before the pairs are made: those ask what the *remaining* tables read.
+        # Unregistered before the pairs are made: those ask what the *remaining* tables read.
         for value in (*a.makes, *b.makes):
             self._maker.pop(value, None)
         for value in (*a.needs, *b.needs):
@@ -280,7 +280,7 @@ class Elimination:
     def _pairs(
         self, a: _Table, b: _Table, needs: Sequence[ValueName], makes: Sequence[ValueName]
     ) -> _Table:
-        """Table with the cheapest pair of rows behind each of its rows, the cheapest row first."""
+        """Table with the cheapest pair of rows for each joint state, the cheapest row first."""
         costs = np.add.outer(a.costs, b.costs)
         needed = {
             value: a.needed(value).with_each(b.needed(value), operator.or_) for value in needs
@@ -291,13 +291,13 @@ class Elimination:
             for value, column in maker.makes.items():
                 joint = column.with_each(reader.needed(value), lambda state, mask: (*state, mask))
                 joint = joint if maker is a else joint.transposed()
-                # Paid once: what the maker's side has converted already is there for the reader.
+                # Paid once: what the maker's side has already converted is free for the reader.
                 paid = [self._cost(value, at, mask & ~have) for at, have, mask in joint.states]
                 costs += np.array(paid)[joint.codes]
                 if value in makes:
                     made[value] = joint.map(_visible(self._mask_needed(value)))
-        # Stable, so that of equal pairs every rank keeps the same one. Impossible pairs cost an
-        # infinity, which sorts last.
+        # Stable, so that of equal pairs every rank keeps the same one. Impossible pairs have
+        # infinite cost, which sorts last.
         cheapest_first = costs.argsort(axis=None, kind="stable")
         possible = cheapest_first[: np.isfinite(costs).sum()]
         rows = possible[_first_of_each([*needed.values(), *made.values()], possible)]
@@ -330,12 +330,12 @@ class Elimination:
 
         kept: list[int] = []
         rows = np.arange(len(table.costs))
-        # Comparing all with all would cost more time than it saves: a few cheap rows replace most.
+        # Comparing all pairs would cost more time than it saves: a few cheap rows replace most.
         while len(rows) and len(kept) < _CHEAPEST:
             cheap, rows = int(rows[0]), rows[1:]
             kept.append(cheap)
-            # By how much conversions outside may cost more with the cheap row, at most: a row that
-            # is costlier by less than that may still be part of the best choice.
+            # Conversions outside may cost this much more with the cheap row, at most: a row whose
+            # additional cost is smaller may still be part of the best choice.
             surplus_us = table.costs[rows] - table.costs[cheap]
             for value, column in table.needs.items():
                 new = column.states[column.codes[cheap]]
@@ -349,11 +349,11 @@ class Elimination:
         return table.at(np.array([*kept, *rows], np.int64))
 
     def _within_limits(self, table: _Table) -> _Table:
-        """Drop rows behind the limits; ``table``: the cheapest row first."""
+        """Drop rows beyond the limits; ``table``: the cheapest row first."""
         if self._max_rows is not None:
             return table.at(np.arange(len(table.costs))[: self._max_rows])
         if self._most_us < math.inf:
-            # Conversions between tables that are left only add to this.
+            # Conversions between the remaining tables only add to this.
             return table.at(np.flatnonzero(table.costs + self.cost_us <= self._most_us))
         return table
 
@@ -364,21 +364,21 @@ class Elimination:
         for target in _bits(seen & ~new[1]) if old != new else ():
             bit = 1 << target
             before_us = 0.0 if old[1] & bit else self._cost(value, old[0], bit)
-            # Where the old state has no way to the target, nobody outside can ask for it.
+            # If the old state cannot reach the target, nobody outside can ask for it.
             if before_us < math.inf:
                 extra_us += max(0.0, self._cost(value, new[0], bit) - before_us)
         return extra_us
 
 
 def _require_rows(table: _Table) -> None:
-    # At once: what its values cost others has no largest without a row.
+    # Checked at once: without rows, the maximum of its conversion costs would not exist.
     if not len(table.costs):
         raise NoChoiceError("no choice satisfies every need")
 
 
 def _visible(seen: int) -> Callable[[State], State]:
     """Make a function that reduces a joint state to the conversions that others may read."""
-    # The rest is forgotten, so that rows that differ in nothing else become one.
+    # The rest is dropped, so that rows that differ in nothing else become one.
     return lambda state: (state[0], (state[1] | state[2]) & seen & ~(1 << state[0]))
 
 
@@ -387,7 +387,7 @@ def _first_of_each(columns: Sequence[_Column], pairs: NDArray[np.int64]) -> NDAr
     # A joint state as one number, column by column, as digits of a number in a mixed base.
     keys, size = np.zeros(len(pairs), np.int64), 1
     for column in columns:
-        # No more distinct keys than pairs: numbered anew, they leave room for further columns.
+        # There are at most as many distinct keys as pairs: renumbering makes room for more columns.
         if size * len(column.states) > _MAX_KEY:
             keys = np.unique(keys, return_inverse=True)[1]
             size = len(pairs)

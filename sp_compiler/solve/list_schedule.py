@@ -1,9 +1,9 @@
 """List schedule of a block: an order in which kernels overlap with collectives.
 
 In its original order, a block alternates between the two. The schedule walks along that order with
-a clock. The next kernel is the first whose operands are ready; kernels that a collective depends on
-(the critical path and its recomputation) go first, and others, mostly weight gradients, fill the
-time in which the former wait. This is the policy HEU of Lynx for one block (Chen et al. 2024, arXiv
+a clock. The next kernel is the first whose operands are ready. Kernels that a collective depends on
+(the critical path and its recomputation) go first; others, mostly weight gradients, fill the time
+in which those wait. This is the policy HEU of Lynx for one block (Chen et al. 2024, arXiv
 2406.08756): it is found once for all equal blocks. If a walk leaves the compute stream idle,
 further walks with other priorities follow.
 
@@ -23,15 +23,15 @@ from sp_compiler.solve.block_schedule import Block, peak_bytes, simulate
 from sp_compiler.solve.schedule_bound import least_us
 from sp_compiler.solve.schedule_walk import Fitting, Priorities, Walked, as_given, walked
 
-# Walks that improve on the ones before by their own clock; it settles after two or three. None gets
-# near the best that begins far above it.
+# Number of walks that each improve on the one before by using its times; two or three suffice. If
+# the first costs more than the best so far by this factor, those after it will not catch up.
 _TIMED_WALKS, _FAR = 4, 1.1
-# Kernels of a tenth of the collectives' time hide next to nothing, in whatever order.
+# Kernels that take a tenth of the collectives' time hide next to nothing, in whatever order.
 _WORTH_HIDING = 0.1
-# Tasks in all walks with changed ranks together: at most about 0.1 s for a block. A walk takes more
-# than in proportion to the tasks, so a model that is one long region gets the timed walks alone.
+# Tasks in all walks with changed ranks together: at most about 0.1 s for a block. The time of a
+# walk grows faster than its tasks, so a model that is one long region gets only the timed walks.
 _TASKS_WALKED, _PATIENCE, _MOST_TASKS = 20_000, 50, 400
-# Of the order that will run there is one, and many that it was compared with.
+# More effort for the one order that will run than for each of the many it was compared with.
 _THOROUGH = 4
 _ROUNDING = 1e-6  # of sums of the same times in another order
 
@@ -60,17 +60,17 @@ class ListSchedule:
         self.least_us = least_us(block)
         self.block, self._walked = block, _with_room_to_arrive(block)
         self._first: dict[int, Walked] = {}  # the best of the first walks, by the limit
-        self._compared: dict[int, Walked] = {}  # of a search that is not thorough
+        self._compared: dict[int, Walked] = {}  # of searches that are not thorough
         self._orders: dict[tuple[int, bool], list[int]] = {}  # by the limit and thoroughness
 
     def quick_us(self, limit_bytes: int) -> float:
-        """Return about the time of :meth:`order`, to compare blocks: that of walks as priorities
-        say that are known beforehand."""
+        """Return the approximate time of :meth:`order`, to compare blocks: that of the first walks,
+        whose priorities are known beforehand."""
         return self._best_of_first(max(limit_bytes, self.block.given_bytes)).time_us
 
     def order(self, limit_bytes: int, *, thorough: bool = False) -> list[int]:
-        """Return what :func:`list_schedule` does; ``thorough``: after a longer search from there
-        on, which finds no order that takes longer, or more memory than allowed or taken there."""
+        """Return the order of :func:`list_schedule`; ``thorough``: search longer from there on, for
+        an order that is no slower and exceeds neither its memory nor the limit, if that is more."""
         key = limit_bytes if thorough else max(limit_bytes, self.block.given_bytes), thorough
         if key not in self._orders:
             find = self._thorough_order if thorough else self._compared_order
@@ -83,7 +83,7 @@ class ListSchedule:
     def _thorough_order(self, limit_bytes: int) -> list[int]:
         compared = self.order(limit_bytes)
         best = self._best_compared(max(limit_bytes, self.block.given_bytes))
-        # Budgets count on what this order takes, which may be less than the given one.
+        # Budgets rely on the peak of this order, which may be below that of the given one.
         limit_bytes = max(limit_bytes, peak_bytes(self.block, compared))
         searched_bytes = max(limit_bytes, peak_bytes(self._walked, best.order))
         longer = self._improved(best, searched_bytes, _THOROUGH)
@@ -92,7 +92,7 @@ class ListSchedule:
         order = self._tidied(longer, limit_bytes)
         if peak_bytes(self.block, order) > limit_bytes:
             return compared
-        # Of two walks that cost the same, later waits can make the one before quicker.
+        # Of two walks that cost the same, later waits can make the first one faster.
         return min(order, compared, key=lambda order: simulate(self.block, order).time_us)
 
     def _tidied(self, walk: Walked, limit_bytes: int) -> list[int]:
@@ -123,7 +123,7 @@ class ListSchedule:
 
 def _with_room_to_arrive(block: Block) -> Block:
     """Return ``block`` with what a wait allocates, such as a copy in another layout, held from the
-    start on: waits then only free memory, at whatever moment a walk meets them."""
+    start on: waits then only free memory, whenever a walk runs them."""
     tasks, storage_bytes = list(block.tasks), list(block.storage_bytes)
     for start, wait in block.wait_of.items():
         arrival_bytes = block.run_bytes[wait]
@@ -139,14 +139,14 @@ def _with_room_to_arrive(block: Block) -> Block:
 
 
 def _best_of_first(block: Block, limit_bytes: int, bound_us: float) -> Walked:
-    """Return the best of the walks with priorities that are known beforehand."""
+    """Return the best of the walks whose priorities are known beforehand."""
     best = as_given(block)
     fitting = best.fitting
 
     def walk_with(priorities: Priorities) -> None:
         nonlocal best
-        # The first walk starts collectives as soon as their operands are there, the others as late
-        # as the walk before them shows to do, as long as that improves on it.
+        # The first walk starts collectives as soon as their operands are ready; each later one
+        # starts them as late as the times of the previous walk allow, while that improves.
         most_us = _FAR * best.cost_us
         for _ in range(_TIMED_WALKS):
             walk = walked(block, limit_bytes, priorities, fitting, most_us)
@@ -168,7 +168,7 @@ def _best_of_first(block: Block, limit_bytes: int, bound_us: float) -> Walked:
 
 
 def _in_given_order(block: Block) -> tuple[float, ...]:
-    """Ranks by which what a collective needs comes first, and of waits, that nothing waits idly."""
+    """Ranks that put first what a collective needs, and put waits last, so that none idles."""
     num_tasks = len(block.tasks)
     return tuple(
         math.inf if i in block.starts_of else i if block.leads_to_link[i] else i + num_tasks
@@ -202,10 +202,10 @@ def _by_next_collective(block: Block) -> tuple[float, ...]:
 
 def _swap(block: Block, limit_bytes: int, best: Walked, bound_us: float) -> Walked:
     """Repeat the walk with one collective held back until the next on the link could start, as long
-    as that finds better orders, of which none takes less than ``bound_us``.
+    as that finds better orders; stops at ``bound_us``, below which there are none.
 
     A walk starts what is ready. Of two chains, such as the halves of a batch, the one that is ahead
-    may need the link a moment later, and has all its kernels behind it.
+    may need the link a moment later, and all its kernels follow that collective.
     """
     given_ranks = _in_given_order(block)
     tried: Walked | None = None
@@ -227,13 +227,13 @@ def _swap(block: Block, limit_bytes: int, best: Walked, bound_us: float) -> Walk
 
 def _climb(block: Block, limit_bytes: int, best: Walked, bound_us: float, effort: int) -> Walked:
     """Repeat the walk with a few changed priorities and latest starts, as long as that finds better
-    orders, of which none takes less than ``bound_us``; ``effort`` times as long as an order is
-    worth that is only compared with others.
+    orders; stops at ``bound_us``, below which there are none. ``effort`` multiplies the time spent,
+    1 for an order that is only compared with others.
 
     Orders are not changed directly, because few changes would respect the limit on memory.
     """
-    # Seeded, for every rank has to find the same; ``random`` is the one method whose numbers are
-    # the same in all versions of Python.
+    # Seeded, because every rank has to find the same order; random() is the one method that gives
+    # the same numbers in all versions of Python.
     draw = random.Random(0).random
     tasks, starts = len(block.tasks), list(block.wait_of)
     fitting, failures = Fitting(block, best.order), 0
@@ -253,7 +253,7 @@ def _climb(block: Block, limit_bytes: int, best: Walked, bound_us: float, effort
             continue
         if walk.cost_us < best.cost_us:
             fitting, failures = Fitting(block, walk.order), 0
-        best = walk  # also one that is as good: from there other changes lead on
+        best = walk  # also if only as good: other changes lead on from there
     return best
 
 
@@ -272,7 +272,7 @@ def _latest_starts(block: Block, start_us: Sequence[float]) -> dict[int, float]:
     }
     latest_us: dict[int, float] = {}
     link_us = math.inf
-    # From the one that is needed last: each has to leave the link to the next in time.
+    # From the last one needed: each has to free the link for the next in time.
     for start in sorted(needed_us, key=lambda start: (needed_us[start], start), reverse=True):
         link_us = min(link_us, needed_us[start]) - block.tasks[start].link_us
         latest_us[start] = link_us

@@ -7,11 +7,11 @@ from the start of the next call's backward. A dynamic program over the calls tra
 so far, and what the last call sent. It drops partial solutions that another dominates in bytes and
 cost, and those that, by a lower bound, end worse than a known solution.
 
-A 0/1 program of calls x splits (``python -m benchmarks.solver_ways``) finds the same time and, one
-limit of GPT-3 aside that it gave up after a minute with a gap of 2e-4, proves it. But HiGHS does
-not exploit equal layers: 0.4 to 4.7 s of CPU where this takes 0.4 s for the 48 layers of a 22B GPT,
-2.5 to 6.7 s where this takes 1.4 s for GPT-3's 96, of 7 and 11 s of compilation; and the smallest
-peak of the fastest ones takes as much once more.
+A 0/1 program of calls x splits (``python -m benchmarks.solver_ways``) finds the same time and
+proves it, except for one limit of GPT-3, at which it gave up after a minute with a gap of 2e-4. But
+HiGHS does not exploit equal layers: it takes 0.4 to 4.7 s of CPU for the 48 layers of a 22B GPT,
+where this takes 0.4 s, and 2.5 to 6.7 s for GPT-3's 96, where this takes 1.4 s, of 7 and 11 s of
+compilation; and finding the smallest peak among the fastest solutions takes it as long again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sp_compiler.base.storage import Storage
 
 Shared = frozenset[Storage]
 _Key = tuple[Shared, "Sent"]
-_BEAM = 32  # labels per step of the guess that the exact search starts from
+_BEAM = 32  # labels per step in the guess that the exact search starts from
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Sent:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all of them, which is what backward fetches."""
+        """Bytes of all of them, which backward fetches."""
         return self.own_bytes + sum(storage.num_bytes for storage in self.shared)
 
 
@@ -59,7 +59,7 @@ class Split:
         time_us: time of its forward and backward.
         own_bytes: saved by this call alone.
         shared: saved storages that are some call's results, which others may save or use.
-        forward_bytes: peak of the forward, beside its arguments.
+        forward_bytes: peak of the forward, in addition to its arguments.
         backward_bytes: the same of the backward.
         sent: what goes to the host.
     """
@@ -79,9 +79,9 @@ class CallSplits:
     Attributes:
         splits: the choices.
         before: sets of storages that are live when the forward runs, apart from what is saved.
-        after: likewise at moments when its results have come to life.
-        inside: likewise at moments when the backward runs.
-        behind: likewise at moments when the results of the backward have come to life.
+        after: the same at moments when its results exist.
+        inside: the same at moments when the backward runs.
+        behind: the same at moments when the results of the backward exist.
     """
 
     splits: tuple[Split, ...]
@@ -97,10 +97,10 @@ def cheapest(calls: Sequence[CallSplits], limit_bytes: int) -> list[int] | None:
     Of equally fast ones it has the smallest peak, so a smaller limit never leads to a larger peak
     or to less time. ``None`` if nothing fits.
     """
-    # A good solution first: the exact search drops whatever cannot end below its time.
+    # A good solution first: the exact search drops whatever cannot end within its time.
     guess = _Search(calls, limit_bytes, width=_BEAM).run()
     best = _Search(calls, limit_bytes, at_most=None if guess is None else _us(calls, guess)).run()
-    # Of the fastest ones the smallest peak, so that a smaller budget never has a larger one.
+    # Of the fastest ones the smallest peak: a smaller budget must never have a larger peak.
     smaller = best
     while smaller is not None:
         best = smaller
@@ -128,8 +128,8 @@ def peak_bytes(calls: Sequence[CallSplits], picks: Sequence[int]) -> int:
 
 def needs(calls: Sequence[CallSplits], picks: Sequence[int]) -> Iterable[tuple[int, int]]:
     """(bytes kept up to and by it, live bytes) of each call at its worst moment."""
-    # One number for what calls save for themselves; results that several may save count once,
-    # which takes a set.
+    # One number for what calls save for themselves; a result that several calls may save counts
+    # once, which requires a set.
     own, shared, sent = 0, Shared(), NOTHING_SENT
     for call, pick in zip(calls, picks, strict=True):
         split = call.splits[pick]
@@ -150,7 +150,7 @@ def _units(time_us: float) -> int:
 
 
 def _before(call: CallSplits, split: Split, shared: Shared, sent: Sent) -> int:
-    """Bytes while the forward runs; ``sent``: by the call before, like below."""
+    """Bytes while the forward runs; ``sent``: by the call before, as in ``_after``."""
     return split.forward_bytes + sent.own_bytes + _most(call.before, shared | sent.shared)
 
 
@@ -158,7 +158,7 @@ def _after(call: CallSplits, split: Split, shared: Shared, sent: Sent) -> int:
     """Bytes from the end of the forward until the backward has run."""
     leaving = sent.own_bytes + split.sent.own_bytes
     after = leaving + _most(call.after, shared | sent.shared | split.sent.shared)
-    # Fetched are copies: whether what was sent is live elsewhere does not matter.
+    # Fetched tensors are copies: it does not matter whether the originals are live elsewhere.
     fetched = sent.num_bytes + split.sent.num_bytes
     inside = split.backward_bytes + fetched + _most(call.inside, shared) if call.inside else 0
     behind = fetched + _most(call.behind, shared) if call.behind else 0
@@ -184,7 +184,7 @@ class _Search:
 
     Args:
         at_most: time in picoseconds; what cannot end at or below it is dropped.
-        width: continue with the most promising few alone, which may miss the best.
+        width: continue with only the most promising few, which may miss the best.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class _Search:
 
     def run(self) -> list[int] | None:
         start = _Labels(np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros((1, 3), np.int64))
-        # By the shared storages saved so far, on which depends how much a later call adds, and by
+        # By the shared storages saved so far, which determine how much a later call adds, and by
         # what the last call sent.
         labels = {(Shared(), NOTHING_SENT): start}
         for index in range(len(self.calls)):
@@ -234,12 +234,12 @@ class _Search:
                     label.own + _before(call, split, shared, sent),
                     own + _after(call, split, joint, sent),
                 )
-                # A storage that no later call can save or see becomes a number like the call's
-                # own: its identity no longer matters, and labels that differ in it can be compared.
+                # A storage that no later call can save or see is added to the call's own bytes: its
+                # identity no longer matters, and labels that differ in it can be compared.
                 settled = {storage for storage in joint if self.settled[storage] <= index}
                 own = own + sum(storage.num_bytes for storage in settled)
                 if self.limit is None:
-                    # The rest at its least counts already: labels compare by how they can end.
+                    # Counts the least need of the rest too: labels compare by how they can end.
                     cost = np.maximum(label.cost, np.maximum(need, own + self.rest[index + 1]))
                     rows = np.arange(len(own))
                 else:
@@ -261,7 +261,7 @@ class _Search:
         }
 
     def _narrowed(self, index: int, labels: _Labels) -> _Labels:
-        """Keep the ``width`` labels whose bound is least, where there is a width."""
+        """Keep only the ``width`` labels with the least bound, if there is a width."""
         if self.width is None or self.bound is None or len(labels.own) <= self.width:
             return labels
         order = np.argsort(self.bound.total(index, labels.own, labels.cost), kind="stable")
@@ -269,10 +269,10 @@ class _Search:
         return _Labels(labels.own[rows], labels.cost[rows], labels.came[rows])
 
     def _bound(self, limit_bytes: int) -> _Bound:
-        """The tightest bound of those that price bytes at the rate of some pair of splits.
+        """The tightest of the bounds that price bytes at the rate of some pair of splits.
 
-        As a function of the rate a bound is made of straight pieces that meet at these rates: it is
-        greatest at one of them, or at 0.
+        As a function of the rate, the bound is piecewise linear with breakpoints at these rates: it
+        is greatest at one of them, or at 0.
         """
         kept = [
             [
@@ -292,9 +292,9 @@ class _Search:
         return max(bounds, key=lambda bound: bound.least)
 
     def _least_needs(self) -> list[int]:
-        """For each call the least bytes that it and the following need beside those kept before."""
+        """For each call the least bytes that it and those after it add to the bytes kept before."""
         # Backwards, each split with the best that can follow it; shared storages count as free,
-        # for a call before may have saved them.
+        # because an earlier call may have saved them.
         none, nothing = Shared(), NOTHING_SENT
         rest = [0]
         for index in reversed(range(len(self.calls))):
@@ -323,10 +323,10 @@ class _Search:
 class _Bound:
     """A lower bound on the time of all calls, by pricing the bytes kept up to some call.
 
-    The price turns the limit in bytes into a term of the objective (Lagrangian relaxation): what
-    comes out is at most the time of any solution that fits, whatever the price is.
+    The price turns the limit in bytes into a term of the objective (Lagrangian relaxation): for any
+    price, the result is at most the time of any solution that fits.
 
-    ``rest[i]``: priced time of calls from ``i`` on, less the price of all the room there is.
+    ``rest[i]``: priced time of calls from ``i`` on, minus the price of all the room there is.
     """
 
     rest: Any
@@ -340,7 +340,7 @@ class _Bound:
         priced = np.array([min(cost + rate * own for own, cost in ways) for ways in kept])
         plain = np.array([float(min(cost for _, cost in ways)) for ways in kept])
         after = np.append(np.cumsum(plain[::-1])[::-1], 0.0)
-        # Memory fills up call by call, and each has a limit of its own: bytes of calls behind the
+        # Memory fills up call by call, and each call has its own limit: bytes of calls after the
         # tightest one are free.
         ends = np.cumsum(priced) + after[1:] - rate * np.array(room, dtype=float)
         end = int(np.argmax(ends))  # the call up to which bytes have a price

@@ -12,8 +12,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
 Cost = Callable[[int, int, int], float]
-"""``cost(stage, start, stop)`` of calls ``start`` to ``stop - 1`` as that stage; infinite where
-they cannot be it."""
+"""``cost(stage, start, stop)`` of calls ``start`` to ``stop - 1`` as that stage; infinite if they
+cannot be that stage."""
 
 
 def fastest_cut(times_us: Sequence[float], num_stages: int, added_us: Cost) -> list[int] | None:
@@ -34,8 +34,8 @@ def fastest_cut(times_us: Sequence[float], num_stages: int, added_us: Cost) -> l
     def time_us(stage: int, start: int, stop: int) -> float:
         return until_us[stop] - until_us[start] + added_us(stage, start, stop)
 
-    # No stage is longer than a limit that some cut keeps, so the longer parts need no look. Most
-    # cuts keep one near the mean.
+    # No stage needs to be longer than a limit that some cut satisfies, so longer stages need not be
+    # examined. Most chains have a cut that satisfies one near the mean.
     mean_us = max(until_us[-1] / num_stages, max(times_us, default=0.0))
     slowest = None
     for factor in (1.05, 1.3, 2.0, math.inf):
@@ -46,8 +46,8 @@ def fastest_cut(times_us: Sequence[float], num_stages: int, added_us: Cost) -> l
             return bisect_right(until_us, (until_us[start] + longest_us) * (1 + 1e-9)) - 1
 
         slowest = _best(len(times_us), num_stages, time_us, max, last_stop)
-        # Where all that is within the limit needs time beside it, a longer part that needs none,
-        # and was left out, may be faster.
+        # If every cut within the limit has added time, a longer stage without added time, which was
+        # left out, may be faster.
         if slowest is not None and slowest[0] <= longest_us * (1 + 1e-9):
             break
     if slowest is None:
@@ -81,13 +81,13 @@ def _best(
     Args:
         last_stop: for each call, the latest end of a part that begins there.
     """
-    # By number of calls in front of the cut: the best of the stages so far.
+    # By number of calls before the cut: the best of the stages so far.
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
     for stage in range(num_stages):
         following: dict[int, tuple[float, list[int]]] = {}
         left = num_stages - stage - 1
         for start, (before, ends) in best.items():
-            # Calls for the stages to come; the last stage takes all that is left.
+            # Each later stage needs a call; the last stage takes all that remain.
             stops = range(start + 1 if left else num_calls, num_calls - left + 1)
             for stop in itertools.takewhile(last_stop(start).__ge__, stops):
                 total = combine(before, cost(stage, start, stop)) if stop > start else math.inf

@@ -5,11 +5,11 @@ options. Each (value, placement) that a consumer needs is made once, either by t
 conversion of the producer's placement.
 
 There are two exact methods; elimination is tried first. On 94 problems (the test models, ``python
--m benchmarks.solver_ways``) both find the same objective and the same options; elimination takes 9
-s of CPU for all of them, the linear program 42 s, more than a tenth of the compilation for a third
-of them and 10.5 s instead of 0.2 s for T5 on 8 ranks. Elimination alone is not enough: if many
+-m benchmarks.solver_ways``) both find the same objective and the same options. Elimination takes 9
+s of CPU for all of them, the linear program 42 s: for a third of them more than a tenth of the
+compilation, and 10.5 s instead of 0.2 s for T5 on 8 ranks. Elimination alone is not enough: if many
 values are live at once, as in a scan, its tables get too wide. Then it runs again with a bound, the
-cost of a choice that is found among the cheapest rows alone, and mostly gets through.
+cost of a choice found among only the cheapest rows, and mostly succeeds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sp_compiler.solve.placement_milp import solve_integer_program
 from sp_compiler.solve.placement_problem import ConversionCost, NoChoiceError, Vertex, conversions
 
 _ROUGHLY = 100
-"""Rows of each table among which a choice is looked for that bounds the best one."""
+"""Number of rows kept of each table in the search for a choice that bounds the best one."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def _eliminated_within_a_bound(
     try:
         if rough.run() is None:
             return None
-    except NoChoiceError:  # among so few rows
+    except NoChoiceError:  # none among so few rows
         return None
     return Elimination(vertices, conversion_cost, most_us=rough.cost_us).run()
 

@@ -1,10 +1,10 @@
 """Choice of placements as a 0/1 linear program, solved by HiGHS through ``scipy.optimize.milp``.
 
-For problems in which so many values live at once that the tables of
+For problems in which so many values are live at once that the tables of
 :mod:`sp_compiler.solve.elimination` grow without bound, such as the scan of a Mamba layer. On all
 others it finds the same objective and takes 1 to 50 times as long (Llama 0.06 s of CPU on 2 ranks
 and 2.2 s on 8, where elimination takes 0.06 s: ``python -m benchmarks.solver_ways placement``), so
-that elimination goes first.
+elimination is tried first.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class _Rows:
         return LinearConstraint(matrix, np.array(self.lower), np.array(self.upper))
 
 
-# Columns of all linear programs of one search together: some ten seconds. A number of steps, not
-# a time, so that every rank comes to the same end.
+# Total number of columns in all linear programs of one search: about ten seconds. It limits steps,
+# not time, so that every rank stops at the same point.
 _MAX_COLUMNS = 100_000
 _CUT_SHORT = (1, 4)  # scipy's status: a limit was reached, or "other", as for the limit of nodes
 
@@ -83,10 +83,10 @@ def solve_integer_program(
                 flow = len(columns)
                 columns.append(cost)
                 flows.append((flow, 1.0))
-                # From a source only where the maker makes it so ...
+                # From a source only if the maker makes it there ...
                 rows.add([(flow, 1.0), *((maker, -1.0) for maker in makers)], -np.inf, 0)
             for options in consumers:
-                # ... and to the target wherever a chosen option needs it so.
+                # ... and to the target wherever a chosen option needs it there.
                 rows.add([*flows, *((option, -1.0) for option in options)], 0, np.inf)
     result = _search(columns, rows, num_binary)
     spans = zip(first, vertices, strict=True)
@@ -96,7 +96,7 @@ def solve_integer_program(
 
 def _search(columns: list[float], rows: _Rows, num_binary: int) -> Any:
     """Result of the integer program; ``columns`` are the costs, the first ones choices."""
-    # Flows are integral by themselves once the options are.
+    # Flows are integral automatically once the options are.
     integrality = np.zeros(len(columns))
     integrality[:num_binary] = 1
     search = functools.partial(
@@ -108,7 +108,7 @@ def _search(columns: list[float], rows: _Rows, num_binary: int) -> Any:
     )
     options = {"mip_rel_gap": 1e-7}
     result = search(options={**options, "node_limit": -(-_MAX_COLUMNS // len(columns))})
-    # Cut short before it found any solution: there is nothing to go on with but a full search.
+    # Cut short before it found any solution: only a full search is left.
     if result.x is None and result.status in _CUT_SHORT:
         result = search(options=options)
     if result.x is None:

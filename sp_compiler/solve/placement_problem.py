@@ -9,7 +9,7 @@ from typing import Any
 from sp_compiler.base.placement import Placement
 
 ValueName = Any
-"""Hashable; the solvers look at nothing else of a value."""
+"""Hashable; the solvers use nothing else of a value."""
 ConversionCost = Callable[[Any, Placement, Placement], "float | None"]
 """Price in us of making a value's second placement from the first; ``None``: impossible."""
 
@@ -55,5 +55,5 @@ def conversions(vertices: Sequence[Vertex], choices: Sequence[int]) -> list[Conv
         for value, placement in zip(vertex.needs, option.needs, strict=True)
         if made[value] != placement
     ]
-    # A dict and no set: floats are summed in this order, and ranks must come to the same sum.
+    # A dict, not a set: floats are summed in this order, and ranks must get the same sum.
     return list(dict.fromkeys(needed))

@@ -1,4 +1,4 @@
-"""Choice of the saved tensors as a 0/1 linear program on plain data; knows no graph, no operator.
+"""Choice of the saved tensors as a 0/1 linear program on plain data, without graphs or operators.
 
 Every value of a forward is saved, or sent to the host and fetched in backward, or recomputed when
 backward needs it, or none of these. A recomputed value needs each of its parents saved, sent or
@@ -7,8 +7,8 @@ recomputed. The link to the host carries what fits into a given time. Solved by 
 
 Without a limit in bytes the program is a minimum cut. networkx finds the same corners of the
 frontier (16 regions of 4 models, ``python -m benchmarks.solver_ways``), but takes 3.0 s of CPU
-where HiGHS takes 1.5 s; and what lies between the corners, below a limit, is a knapsack that no cut
-solves: the cuts would come on top of the programs.
+where HiGHS takes 1.5 s. Between the corners, below a limit, the problem is a knapsack, which no cut
+solves: cuts could not replace the linear programs, only add to them.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 _STEPS = 12  # limits between the ends; each is one more program to solve
-# HiGHS stops at an objective within 1e-6 of the best: this many of its units are the longest time.
+# HiGHS stops at an objective within 1e-6 of the best: the longest time is scaled to this value.
 _RESOLUTION = 1e4
-_TIE = 1e-8  # part of the longest time (or largest size) that breaks ties of the other
+_TIE = 1e-8  # weight of the other criterion, relative to its largest value, which breaks ties
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class ForwardValue:
         can_keep: whether it may be saved; a view may not, its base may.
         can_repeat: whether it may be recomputed.
         can_send: whether it may be sent to the host.
-        sent_bytes: bytes that count if it is sent, because it is on the device until it has left.
+        sent_bytes: bytes that count if it is sent, because it stays on the device until it is sent.
         send_us: time of the copy to the host, on the link.
-        beside_us: time by which the copies there and back delay the kernels beside them.
+        beside_us: time by which the copies there and back delay concurrent kernels.
     """
 
     parents: tuple[int, ...]
@@ -60,7 +60,7 @@ class ForwardValue:
 @dataclass(frozen=True)
 class Choice:
     """``kept`` and ``sent``: positions of the values that are saved, and of those that are sent to
-    the host, no more than backward needs."""
+    the host, only ones that backward needs."""
 
     kept: frozenset[int]
     num_bytes: int
@@ -75,7 +75,7 @@ def evaluate(
     recomputed would have to be."""
     used: set[int] = set()
     repeated: set[int] = set()
-    # From what backward reads: a kept value that the walk does not meet is not worth its bytes.
+    # From what backward reads: a kept value that the walk does not reach is not worth its bytes.
     stack = [index for index, value in enumerate(values) if value.needed]
     while stack:
         index = stack.pop()
@@ -100,8 +100,8 @@ def evaluate(
 def frontier(values: Sequence[ForwardValue], host_us: float = 0.0) -> list[Choice]:
     """Return Pareto-optimal choices, from the smallest to the fastest.
 
-    All corners of the convex hull of (bytes, time), from which the best mixtures over many equal
-    blocks consist, and the cheapest below each of some evenly spaced limits.
+    All corners of the convex hull of (bytes, time), which make up the best mixtures over many equal
+    blocks, and the cheapest below each of some evenly spaced limits.
 
     Args:
         host_us: time in which the link can send to the host what one forward makes; 0 if nothing is
@@ -118,7 +118,7 @@ def frontier(values: Sequence[ForwardValue], host_us: float = 0.0) -> list[Choic
         limit = small.num_bytes + (fast.num_bytes - small.num_bytes) * step // _STEPS
         choices.add(program.solve(limit_bytes=limit) or small)
     best: list[Choice] = []
-    # By the kept values last, so that no order of a set decides between equal choices.
+    # By the kept values last, so that the order of a set does not decide between equal choices.
     for choice in sorted(
         choices,
         key=lambda item: (item.num_bytes, item.time_us, sorted(item.kept), sorted(item.sent)),
@@ -138,7 +138,7 @@ def _corners(program: SavingProgram, small: Choice, fast: Choice) -> set[Choice]
     def height(choice: Choice) -> float:
         return choice.time_us + slope * choice.num_bytes
 
-    # By more than rounding: else a point on the line would be split for ever.
+    # By more than rounding: otherwise a point on the line would be split forever.
     beyond = height(between) < height(small) * (1 - 1e-9)
     if not beyond or not small.num_bytes < between.num_bytes < fast.num_bytes:
         return set()
@@ -168,14 +168,14 @@ class SavingProgram:
 
     def solve(self, limit_bytes: int | None = None, us_per_byte: float = 0.0) -> Choice | None:
         """Return the choice of least time plus ``us_per_byte`` for what is kept; infinite: of least
-        bytes. ``None`` where nothing fits into ``limit_bytes``."""
+        bytes. ``None`` if nothing fits into ``limit_bytes``."""
         if not self.count:
             return Choice(frozenset(), 0, 0.0)
-        # Scaled to 1: the tolerances of HiGHS are absolute, and gigabytes beside microseconds
-        # would drown in them.
+        # Scaled to 1: the tolerances of HiGHS are absolute, and with gigabytes in the same program
+        # microseconds would be below them.
         sizes, times = self.num_bytes / self.largest_bytes, self.time_us / self.longest_us
         sent_sizes, delays = self.sent_bytes / self.largest_bytes, self.beside_us / self.longest_us
-        # A tie in the one is broken by the other, so that no answer wastes what costs nothing.
+        # Ties in one criterion are broken by the other, so that no answer wastes what is free.
         if np.isinf(us_per_byte):
             cost = [sizes, _TIE * times, sent_sizes + _TIE * delays]
         else:
@@ -194,11 +194,10 @@ class SavingProgram:
         result = milp(
             _RESOLUTION * np.concatenate(cost[: self.parts]),
             constraints=self._constraints(limit_bytes),
-            # Once what is kept and sent is integral, the rest is by itself: it is the smaller
-            # program.
+            # Once kept and sent are integral, recomputed is automatically: fewer integer columns.
             integrality=np.repeat([1, 0, 1][: self.parts], self.count),
             bounds=Bounds(0, np.concatenate(upper)),
-            # Presolve prints to stdout where it has to repair a solution.
+            # Presolve prints to stdout if it has to repair a solution.
             options={"mip_rel_gap": 1e-12, "presolve": False},
         )
         if result.x is None:
@@ -207,22 +206,22 @@ class SavingProgram:
             frozenset(map(int, np.flatnonzero(part > 0.5)))
             for part in np.split(result.x, self.parts)
         )
-        # Counted exactly, and not read off the solver's floats.
+        # Counted exactly, not read from the solver's floats.
         choice = evaluate(self.values, kept, *sent)
         if choice is None or limit_bytes is None or choice.num_bytes <= limit_bytes:
             return choice
-        # Sizes beyond six digits of one another: asked again, for less by what was too much.
+        # Sizes more than six digits apart exceed it by rounding: retry with a lower limit.
         return self.solve(2 * limit_bytes - choice.num_bytes, us_per_byte)
 
     def _constraints(self, limit_bytes: int | None) -> list[LinearConstraint]:
-        """Rows of factors with a lower bound each."""
+        """Rows of coefficients, each with a lower bound."""
         rows: list[list[tuple[int, float]]] = []
         lower: list[float] = []
         for index, value in enumerate(self.values):
             if value.needed:
                 rows.append(self._there(index))
                 lower.append(1.0)
-            for parent in value.parents:  # there, where this one is recomputed
+            for parent in value.parents:  # available if this one is recomputed
                 rows.append([*self._there(parent), (self.count + index, -1.0)])
                 lower.append(0.0)
         if self.host_us:
@@ -230,14 +229,14 @@ class SavingProgram:
             rows.append([(column, -send_us / self.host_us) for column, send_us in sends if send_us])
             lower.append(-1.0)
         if limit_bytes is not None:
-            # In multiples of the greatest common divisor, the largest 1, and half a multiple more
-            # than allowed: HiGHS allows a row to be missed by 1e-6, and prints to stdout where
-            # coefficients of millions make that harder to keep than to repair.
+            # In multiples of the greatest common divisor, the largest coefficient 1, and half a
+            # multiple more than allowed: HiGHS tolerates violations of a row by 1e-6, and prints to
+            # stdout if coefficients of millions force it to repair a solution.
             sizes = {index: value.num_bytes for index, value in enumerate(self.values)}
             if self.host_us:
                 sent = 2 * self.count
                 sizes |= {sent + index: value.sent_bytes for index, value in enumerate(self.values)}
-            # What exceeds it by itself has a bound of its own.
+            # A value that exceeds it alone has a separate bound.
             sizes = {index: size for index, size in sizes.items() if 0 < size <= limit_bytes}
             unit, largest = math.gcd(*sizes.values()) or 1, max(sizes.values(), default=1)
             rows.append([(index, -size / largest) for index, size in sizes.items()])
@@ -250,5 +249,5 @@ class SavingProgram:
         return [LinearConstraint(matrix, np.array(lower), np.inf)]
 
     def _there(self, index: int) -> list[tuple[int, float]]:
-        """Terms of which one is 1 if backward has the value: kept, recomputed, or sent."""
+        """Terms of which one is 1 if backward has the value: kept, recomputed or sent."""
         return [(index + part * self.count, 1.0) for part in range(self.parts)]

@@ -1,4 +1,4 @@
-"""A time below which no order of a block's tasks ends."""
+"""A time below which no order of a block's tasks can end."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def least_us(block: Block) -> float:
 def _longest_chain_us(block: Block) -> float:
     longest_us = 0.0
     # Of each collective so far: the time until it arrives less that of the kernels that must run
-    # before it, the time until it arrives, its start. Sorted, for most are then never looked at.
+    # before it, the time until it arrives, its start. Sorted, so that most are never examined.
     sent: list[tuple[float, float, int]] = []
     for start, task in enumerate(block.tasks):
         if not task.link_us:
             continue
         before_us = begins_us = block.kernels_us(block.before[start])
         for ahead_us, arrives_us, earlier in reversed(sent):
-            # What must run between the two must not run before the earlier one: this and those left
-            # cannot delay the start any more.
+            # The kernels between the two do not run before the earlier one: this one and the
+            # remaining ones can no longer delay the start.
             if ahead_us + before_us <= begins_us:
                 break
             behind = block.behind[block.wait_of.get(earlier, earlier)]

@@ -1,4 +1,4 @@
-"""A walk along a block with a clock, which gives one order of its tasks, as priorities say.
+"""A walk along a block with a clock, which gives one order of its tasks, according to priorities.
 
 Memory: at each step, the rest of the block can still run below the limit in an order that is known
 to fit, so that every walk completes.
@@ -14,13 +14,13 @@ from itertools import accumulate, chain, compress
 
 from sp_compiler.solve.block_schedule import Block, Clock, Memory, simulate
 
-# How far a kernel may fall behind others of the given order. It bounds the time to schedule a model
-# that is one region of thousands of kernels; blocks are shorter.
+# How far a task may be overtaken by others, in positions of the order that fits. It limits the time
+# to schedule a model that is one region of thousands of kernels; blocks are shorter.
 _REACH = 400
-# Collectives that take twice as long as the model of the hardware says: an order that hides them
-# too is better than one that hides them just so.
+# Orders are also timed with collectives twice as long as the hardware model says: an order that
+# hides these too is better than one that only just hides the estimated ones.
 _SLOW_LINK, _SLOW_WEIGHT = 2.0, 0.1
-# "Soon" for a kernel that spares itself: less than this share of its own time.
+# An arrival is "soon" for a long kernel: within less than this share of the kernel's time.
 _SOON = 0.5
 _ROUNDING = 1e-9  # of sums of the same times in another order
 
@@ -33,8 +33,8 @@ class Priorities:
         ranks: priority by task; the lowest comes first.
         latest_us: by start, the time until which it may be delayed; others start as soon as
             possible.
-        sparing: whether to wait for what arrives soon, rather than spend a long kernel that could
-            hide all of another collective.
+        sparing: whether to wait for a collective that arrives soon, instead of using up a long
+            kernel that could hide an entire later collective.
     """
 
     ranks: tuple[float, ...]
@@ -50,9 +50,9 @@ class Fitting:
         place: index in ``order``, by task.
         most_bytes: the most bytes that exist from a task on, by its index in ``order``.
         made_bytes: bytes of the storages that a task makes, likewise.
-        can_run: whether a task can run after a set of others (one bit each), as far as that was
-            asked: most walks meet the sets of the walks before.
-        limits: whether something did not fit in some walk: with more memory it may be another.
+        can_run: whether a task can run after a set of others (one bit each), cached: most walks
+            meet the sets of the walks before.
+        limits: whether something did not fit in some walk: with more memory it may differ.
         spends: whether some walk ran a kernel that it would not have run had it been sparing.
     """
 
@@ -73,7 +73,7 @@ class Walked:
 
     Attributes:
         time_us: of the order.
-        cost_us: time and a part of what it would take on a slow link: what orders are compared by.
+        cost_us: time plus a fraction of the time on a slow link: the measure to compare orders by.
         fitting: the order to which the walk could return.
         start_us: when the compute stream reaches each task, by position.
     """
@@ -124,7 +124,7 @@ class _Walk:
         self._on_link, self._times_us, self._users = block.on_link, block.times_us, block.users
         self._run_bytes, self._made_bytes = block.run_bytes, block.made_bytes
         self._memory = Memory(block)
-        # Often all that the block ever makes fits at once, beside a head with a large vocabulary.
+        # Often all that the block ever makes fits at once, next to a head with a large vocabulary.
         self._all_fit = block.most_bytes <= limit_bytes
         self._needs_left = list(block.num_needs)
         # What is ready, each list in order of preference: kernels by rank, starts by latest start,
@@ -135,7 +135,7 @@ class _Walk:
         self._done = 0  # a set, one bit per task
         self._first_left, self._last_done = 0, -1  # places in ``fitting``
         self._early_bytes = 0  # made by tasks that ran before their turn
-        self._left = bytearray(b"\1") * len(block.tasks)  # whether the task at each is left
+        self._left = bytearray(b"\1") * len(block.tasks)  # by place, whether its task has not run
         self._clock, self._slow_clock = Clock(block), Clock(block, _SLOW_LINK)
         self._start_us = [0.0] * len(block.tasks)
         self._under_way: dict[int, None] = {}  # starts; a set with an order
@@ -151,7 +151,7 @@ class _Walk:
         for _ in self._block.tasks:
             position = self._next()
             self._run(position)
-            # Only these move what the clocks know of the end.
+            # Only these change the clocks' lower bounds.
             if on_link[position] and _cost_us(clock.least_us, slow_clock.least_us) > most_us:
                 return None
         return Walked(
@@ -167,11 +167,11 @@ class _Walk:
         now_us, waits = self._clock.now_us, self._waits
         arrival_us, wait = waits[0] if waits else (math.inf, -1)
         if arrival_us <= now_us:
-            return wait  # costs nothing, and what was sent may go
+            return wait  # costs nothing, and frees what was sent
         oldest = self._fitting.order[self._first_left]
         behind = self._last_done - self._first_left >= _REACH
         if behind and oldest not in self._block.starts_of:
-            # What is on its way may have to arrive first, for until then what was sent is alive.
+            # Collectives under way may have to arrive first: until then their operands are alive.
             return oldest if self._fits(oldest) else wait
         kernel = self._first_fitting()
         start = self._start_before(kernel) if self._starts else None
@@ -180,22 +180,22 @@ class _Walk:
         if kernel is not None:
             if not waits:
                 return kernel
-            # A wait that ranks before the kernel: so long a kernel would delay what follows it.
+            # A wait that ranks before the kernel: a long kernel would delay what follows the wait.
             ranks = self._rank_of
             if ranks[kernel] < min([ranks[each] for _, each in waits]):
                 spares = self._spares(kernel, arrival_us - now_us)
                 if not (spares and self._priorities.sparing):
                     self._fitting.spends |= spares
                     return kernel
-        # Nothing to do meanwhile, or nothing that fits: the clock goes on to the next arrival. With
-        # nothing under way, the next of the order that fits does fit.
+        # No other work, or none that fits: the clock goes on to the next arrival. With nothing
+        # under way, the next task of the order that fits does fit.
         return wait if waits else oldest
 
     def _first_fitting(self) -> int | None:
         """Return the kernel that goes first among those that fit."""
         if self._all_fit:
             return self._kernels[0][1] if self._kernels else None
-        # Most fit by two sums, here without a call for each.
+        # For most, two sums show that they fit, computed here without a call for each.
         run_bytes, made_bytes, limit_bytes = self._run_bytes, self._made_bytes, self._limit_bytes
         free_bytes = limit_bytes - self._memory.live_bytes
         early_bytes = self._fitting.most_bytes[self._first_left] + self._early_bytes
@@ -208,39 +208,39 @@ class _Walk:
         return None
 
     def _spares(self, kernel: int, left_us: float) -> bool:
-        """Return whether ``kernel``, which no collective needs, is too long to hide the rest of
-        what arrives then."""
+        """Return whether running ``kernel``, which no collective needs, would waste it: it is much
+        longer than the rest of the collective that arrives next."""
         soon = left_us < _SOON * self._times_us[kernel]
         return soon and not self._block.leads_to_link[kernel]
 
     def _start_before(self, kernel: int | None) -> int | None:
-        """Return the collective that has to start now, if the next kernel is ``kernel``."""
+        """Return the collective that has to start now if the next kernel is ``kernel``."""
         ends_us = self._clock.now_us
         if kernel is not None:
             ends_us += self._times_us[kernel]
             if self._clock.link_free_us > ends_us:
-                return None  # it would only queue, before one that may become more urgent
+                return None  # it would only queue, ahead of one that may become more urgent
         for latest_us, start in self._starts:
             if (kernel is None or latest_us < ends_us) and self._fits(start):
                 return start
         return None
 
     def _fits(self, position: int) -> bool:
-        """Return whether after ``position`` the rest can run in the order that fits."""
+        """Return whether the rest can run in the order that fits after ``position``."""
         if self._all_fit:
             return True
         if self._memory.live_bytes + self._block.run_bytes[position] > self._limit_bytes:
             self._fitting.limits = True
             return False
-        # The rest fits as it is. Nothing exists earlier if it goes on in the order that fits, or
-        # with a task that makes nothing.
+        # The rest fits without it. The next task of the order that fits, or one that makes nothing,
+        # brings nothing into existence earlier.
         is_next = position == self._fitting.order[self._first_left]
         made_bytes = self._block.made_bytes[position]
         if is_next or not made_bytes:
             return True
         early_bytes = self._early_bytes + made_bytes
         if self._fitting.most_bytes[self._first_left] + early_bytes <= self._limit_bytes:
-            return True  # even if nothing that was made early goes before the end
+            return True  # even if nothing that was made early dies before the end
         key, known = (self._done, position), self._fitting.can_run
         if key not in known:
             known[key] = self._returns_after(position)
@@ -248,8 +248,8 @@ class _Walk:
         return known[key]
 
     def _returns_after(self, position: int) -> bool:
-        # What is under way arrives, which only frees memory. Then the tasks that it has passed run
-        # beside what it makes. Those behind it in the order that fits find no more than without it.
+        # Collectives under way arrive, which only frees memory. Then the tasks that it overtook run
+        # while its results exist. The tasks after it in that order see no more memory than before.
         wait_of, place = self._block.wait_of, self._fitting.place
         arrive = [wait_of[start] for start in (*self._under_way, position) if start in wait_of]
         left = self._left.copy()
@@ -264,7 +264,7 @@ class _Walk:
         self._start_us[position] = self._clock.now_us
         if on_link[position]:
             self._run_on_link(position)
-        else:  # most tasks, without the cost of five calls
+        else:  # most tasks, inlined to save five calls
             kernels.remove((rank_of[position], position))
             time_us = self._times_us[position]
             self._clock.now_us += time_us
@@ -294,7 +294,7 @@ class _Walk:
             del self._under_way[self._block.starts_of[position]]
 
     def _move_on(self, position: int) -> None:
-        """Note in the order that fits that ``position`` has run."""
+        """Record that ``position`` has run in the state of the order that fits."""
         left, made_bytes = self._left, self._fitting.made_bytes
         place = self._fitting.place[position]
         left[place] = 0
@@ -316,4 +316,4 @@ class _Walk:
             return self._waits, self._clock.arrival_us[self._block.starts_of[position]]
         if position in self._block.wait_of:
             return self._starts, self._priorities.latest_us.get(position, 0.0)
-        return self._kernels, self._rank_of[position]  # it is waited for where it starts
+        return self._kernels, self._rank_of[position]  # without a wait: it blocks where it starts

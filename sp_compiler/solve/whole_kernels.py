@@ -1,7 +1,7 @@
-"""Tasks that a backend launches as one kernel, as one task.
+"""Merge the tasks that a backend launches as one kernel into one task.
 
-An order that parts what is fused would move intermediate values through memory, which the times of
-single tasks do not say.
+An order that separates what is fused would move intermediate values through memory, which the times
+of single tasks do not show.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from sp_compiler.solve.block_schedule import Block, Memory, Task
 
 
 def whole_kernels(block: Block, kernels: Sequence[Hashable | None]) -> tuple[Block, list[range]]:
-    """Return ``block`` with each kernel as one task, and of each of its tasks those that it stands
-    for.
+    """Return ``block`` with each kernel as one task, and the range of original tasks of each.
 
-    No order of these takes more memory than is said of it, nor the given one more than before.
+    The peak computed for an order bounds the true peak, and that of the given order does not grow.
 
     Args:
-        kernels: of each task the kernel that it is part of, ``None``: of none. Tasks of a kernel
-            that do not follow each other stay apart.
+        kernels: for each task the kernel that it is part of, or ``None``. Tasks of a kernel that do
+            not follow each other directly stay separate.
     """
     runs: list[range] = []
     for position, kernel in enumerate(kernels):
@@ -31,8 +30,8 @@ def whole_kernels(block: Block, kernels: Sequence[Hashable | None]) -> tuple[Blo
     if len(runs) == len(block.tasks):
         return block, runs
     whole = _with_runs(block, runs)
-    # What others read as well is held until a kernel ends, though in the given order it may die
-    # before that. Where this would be the peak, the tasks stay apart.
+    # A storage that others read too is held until the kernel ends, though in the given order it may
+    # die earlier. If that would be the peak, the tasks stay separate.
     memory, kept = Memory(whole), []
     for index, run in enumerate(runs):
         is_peak = memory.run(index) > block.given_bytes
@@ -67,7 +66,7 @@ def _whole(block: Block, run: range, readers: Sequence[set[int]]) -> Task:
     members = [block.tasks[position] for position in run]
     makes = dict.fromkeys(storage for task in members for storage in task.makes)
     reads = dict.fromkeys(storage for task in members for storage in task.reads)
-    # What only they read dies between them, in whatever order the other tasks run.
+    # A storage that only they read dies between them, in whatever order the other tasks run.
     last = {
         storage: max(readers[storage], default=position)
         for position, task in zip(run, members, strict=True)

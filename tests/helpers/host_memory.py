@@ -54,7 +54,7 @@ def least_bytes(tp: int, offload: bool) -> int:
     try:
         plan(model(), ((), inputs()), tp=tp, memory_budget=1, **{**OPTIONS, "offload": offload})
     except ArgumentError as error:
-        return int(str(error).partition("the least that would do is ")[2].split()[0])
+        return int(str(error).partition("the minimum that fits is ")[2].split()[0])
     raise AssertionError("a budget of one byte was met")
 
 

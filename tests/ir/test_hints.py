@@ -210,7 +210,7 @@ class _Exponent(nn.Module):
 
 
 def test_a_hint_that_does_not_divide_is_refused() -> None:
-    said = r"cannot be met on 3 ranks: .*\(8,\) can be Replicate\(\).*8 does not divide by 3"
+    said = r"cannot be met on 3 ranks: .*\(8,\) can be Replicate\(\).*8 is not divisible by 3"
     with pytest.raises(ArgumentError, match=said):
         sp_compiler.plan(_Exponent(), ((torch.randn(4, 8),), {}), tp=3, hints={"scale": Shard(0)})
 

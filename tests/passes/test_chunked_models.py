@@ -182,7 +182,7 @@ def test_a_wrong_number_of_chunks_is_refused(name: str, value: Any) -> None:
 
 def test_one_device_does_not_leave_the_rows_of_a_head_open() -> None:
     ids, options = _inputs(61), CompileOptions(tp=1, loss_chunks=3)
-    with pytest.warns(UserWarning, match="needs to know their number"):
+    with pytest.warns(UserWarning, match="needs a fixed number of rows"):
         program = build(Model(61, True), (ids,), {}, options, open_dims=True)
     assert program.program.sizes is None
 

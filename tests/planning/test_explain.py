@@ -88,7 +88,7 @@ def test_heads_that_do_not_divide(llama: Plan) -> None:
     assert found.placement == "Replicate()"
     assert "Shard(0) would cost" in found.reason
     assert "all-gather of k_proj in model.layers.0.self_attn.k_proj (S(2) to R)" in found.reason
-    assert "has 2 x 8 along dim 2, and 2 does not divide by 4" in found.reason
+    assert "has 2 x 8 along dim 2, and 2 is not divisible by 4" in found.reason
 
 
 @pytest.mark.slow
@@ -142,10 +142,10 @@ def test_reasons_of_what_can_never_be_sharded() -> None:
     plan = _odd(2)
     mixed = _one(plan, "mixed").reason
     assert mixed.startswith("cannot be sharded: aten.exp.default (test_explain.py:")
-    assert "has 5 along dim 0, and 5 does not divide by 2" in mixed
-    assert "has 7 along dim 1, and 7 does not divide by 2" in mixed
+    assert "has 5 along dim 0, and 5 is not divisible by 2" in mixed
+    assert "has 7 along dim 1, and 7 is not divisible by 2" in mixed
     padded = _one(plan, "inner.weight").reason
-    assert "Shard(0) with padding behind 7" in padded
+    assert "Shard(0) with padding after 7" in padded
     scale = _one(plan, "scale")
     assert "there is no sharding rule for aten.renorm.default" in scale.reason
     assert [way.operands for way in scale.operators[0].ways] == [("I",)]
@@ -224,10 +224,10 @@ def test_what_is_slower_than_a_copy_is_chosen_for_its_memory() -> None:
     ("segments", "units", "text"),
     [
         ((), 0, "Shard(0)"),
-        ((5,), 0, "Shard(0) with padding behind 5"),
+        ((5,), 0, "Shard(0) with padding after 5"),
         ((64, 16, 16), 0, "Shard(0) in parts of 64, 16, 16"),
         ((8,) * 24, 0, "Shard(0) in 24 parts of 8"),
-        ((6, 6), 3, "Shard(0) in parts of 6, 6 with padding behind the 3 heads of each"),
+        ((6, 6), 3, "Shard(0) in parts of 6, 6 with padding after the 3 heads of each"),
     ],
 )
 def test_parts_are_listed_if_they_are_few(segments: tuple[int, ...], units: int, text: str) -> None:

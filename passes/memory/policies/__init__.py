@@ -13,6 +13,6 @@ policy           saved                                                       byt
 ``"full"``       the inputs of the region                                    2
 ===============  ==========================================================  ==================
 
-Row statistics (mean and rstd of a norm) belong to their norm: they are saved if its result is, else
-recomputed with it.
+Row statistics (mean and rstd of a norm) belong to their norm: they are saved if its result is,
+otherwise recomputed with it.
 """

@@ -13,7 +13,7 @@ _CORE = "attention core"
 
 def decide(node: Node, facts: ForwardFacts) -> Tag:
     """Recompute the scores, the softmax and everything between, up to the context."""
-    # Before the other policy, which would save the scores: backward of softmax and products reads
+    # Before the other policy, which would save the scores: backward of softmax and matmuls reads
     # them.
     if node in facts.core:
         return "recompute", _CORE

@@ -11,7 +11,7 @@ from sp_compiler.passes.memory.recompute_policy import RecomputePolicy, Tag
 
 def decide(node: Node, facts: ForwardFacts) -> Tag:
     """Recompute only copies that are larger than their operands."""
-    # Even here: what such a node makes backward can read out of its operand, for less memory.
+    # Even here: backward can read the same from the operand of such a node, for less memory.
     if is_copy(node) and expands(node):
         return "recompute", "expanded copy of a kept tensor"
     if is_cast(node):

@@ -18,7 +18,7 @@ def decide(node: Node, facts: ForwardFacts) -> Tag:
     if node in facts.linears:
         is_convolution = node.target is torch.ops.aten.convolution.default
         return "save", f"result of a {'convolution' if is_convolution else 'linear'}"
-    # A recomputed one would be communicated twice.
+    # If recomputed, it would be communicated twice.
     if collective_of(node) in ("reduce_scatter", "all_reduce"):
         return "save", "result of a reduction over ranks"
     if node in facts.contexts or node.target in FUSED_ATTENTION or facts.copies_context(node):

@@ -25,7 +25,7 @@ from sp_compiler.rules.registry import (
     shape_of,
 )
 
-# Names of the same operands in the schemas of the kernels, which differ.
+# Names of the same operands in the schemas of different kernels.
 _QUERY = ("query", "out", "grad_out", "grad_out_")
 _KEY = ("key", "value")
 _ATTENTION = (
@@ -39,17 +39,17 @@ _ATTENTION = (
 
 @rule("aten::scaled_dot_product_attention")
 def _sdpa(node: Node) -> OpRule | None:
-    """Any number of dims in front of heads, as of windows, all of them a batch."""
+    """Any number of dims before the heads, such as windows, all of them a batch."""
     shapes = operand_shapes(node)
     query, key, value = shapes[:3]
-    # Query, key and value of one batch: a broadcast one has no factor that they share.
+    # Query, key and value of one batch: a broadcast one would not share its factors.
     if not 3 <= len(query) == len(key) == len(value):
         return None
     if not query[:-3] == key[:-3] == value[:-3] or value[-3] != key[-3]:
         return None
     batch = numbered(query[:-3])
     heads = Factor("a", query[-3])
-    # The heads factor of grouped keys and values has another size; both divide or neither is cut.
+    # The heads factor of grouped keys and values has another size; both are divisible, or no cut.
     kv_heads = heads if key[-3] == query[-3] else Factor("a", key[-3])
     # Width of the heads and sequences are private: scores mix all of a row, and a cut of the width
     # would leave partial scores before the softmax.
@@ -60,7 +60,7 @@ def _sdpa(node: Node) -> OpRule | None:
     operands += [
         broadcast(mask, (*q_dims[:-2], *private(scores[-2:], "s")), scores) for mask in shapes[3:]
     ]
-    # Linear in the values alone; rows are heads and positions, which no flattening keeps apart.
+    # Linear only in the values; rows would be heads and positions, which flattening would merge.
     return OpRule(tuple(operands), (q_dims,), linear=((2,),), rows="fixed")
 
 
@@ -121,6 +121,6 @@ def _attention_backward(node: Node) -> OpRule:
         results += (attention.bias(tuple(bias.shape)),)
     grad = "grad_out" if "grad_out" in arguments(node) else "grad_out_"
     linear = ((tensor_operands(node).index(arguments(node)[grad]),),)
-    # A bias that was broadcast over batch or heads gets the sum over them: partial where cut.
+    # A bias that was broadcast over batch or heads gets the sum over them: partial if they are cut.
     summed = tuple(factor for dim in results[0][:2] for factor in dim)
     return OpRule(attention.operands, results, contracted=summed, linear=linear, rows="fixed")

@@ -22,7 +22,7 @@ from sp_compiler.rules.registry import (
 )
 from sp_compiler.trace.autograd_functions import is_pointwise_function
 
-# In which sets of operands an operator is jointly linear, so that partial sums pass through it.
+# Sets of operands in which an operator is jointly linear, so that partial sums pass through it.
 _ADDITIVE = {"add", "sub"}
 _UNARY_LINEAR = {
     "neg",
@@ -39,7 +39,7 @@ def _linear_sets(node: Node, count: int) -> tuple[tuple[int, ...], ...]:
     name = node.target._schema.name.split("::")[1]
     if name in _ADDITIVE and count == 2:
         return ((0, 1),)
-    # Bilinear: of two partial factors the product has cross terms that no sum of parts has.
+    # Bilinear: the product of two partial factors has cross terms, which no sum of parts has.
     if name == "mul":
         return tuple((position,) for position in range(count))
     if name == "div" and not arguments(node).get("rounding_mode"):
@@ -48,18 +48,17 @@ def _linear_sets(node: Node, count: int) -> tuple[tuple[int, ...], ...]:
         return _linear_in_where(node, count)
     if name in ("_conj", "conj_physical", "complex"):
         return (tuple(range(count)),)
-    if name == "copy":  # what is written over does not matter
+    if name == "copy":  # the value that is overwritten does not matter
         return ((1,),) if carries_gradient(node.meta["val"]) else ()
     if name in _UNARY_LINEAR:
-        # A cast to integers cuts off: the sum of such parts is another number.
+        # A cast to integers truncates: the sum of truncated parts is another number.
         values = tensor_operands(node)[0].meta["val"], node.meta["val"]
         return ((0,),) if all(map(carries_gradient, values)) else ()
     return ()
 
 
 def _linear_in_where(node: Node, count: int) -> tuple[tuple[int, ...], ...]:
-    """Of two values, or of one and the number zero; another number would be added once by each
-    rank."""
+    """Of two values, or of one and a scalar zero; each rank would add any other scalar once."""
     if count == 3:
         return ((1, 2),)
     values = (arguments(node)["self"], arguments(node)["other"])
@@ -67,7 +66,7 @@ def _linear_in_where(node: Node, count: int) -> tuple[tuple[int, ...], ...]:
     return ((1,),) if count == 2 and has_zero else ()
 
 
-# Those without PyTorch's tag, which serves all others.
+# Those without PyTorch's pointwise tag, which covers all others.
 @rule(
     *("aten::clone", "aten::contiguous", "aten::_to_copy", "aten::to", "aten::where"),
     *("aten::native_dropout_backward", "aten::log_sigmoid", "aten::floor_divide", "aten::copy"),
@@ -77,7 +76,7 @@ def _linear_in_where(node: Node, count: int) -> tuple[tuple[int, ...], ...]:
 def pointwise(node: Node) -> OpRule | None:
     shapes, results = operand_shapes(node), result_shapes(node)
     if len(results) != 1:
-        return None  # frexp and the like: one rule for one result
+        return None  # such as frexp: the rule is for one result
     dims = numbered(results[0])
     operands = tuple(broadcast(shape, dims, results[0]) for shape in shapes)
     linear = _linear_sets(node, len(shapes))
@@ -94,7 +93,7 @@ _ELEMENT_LOSSES = (
 
 @rule("aten::l1_loss", *(f"aten::{name}" for name in _ELEMENT_LOSSES))
 def _loss_of_elements(node: Node) -> OpRule | None:
-    """Normalization leaves none that is reduced."""
+    """Normalization leaves only losses without reduction."""
     return None if arguments(node)["reduction"] else pointwise(node)
 
 
@@ -131,7 +130,7 @@ def _placed_ranks(call: LocalCall) -> int:
 def _dropout(node: Node) -> OpRule:
     (shape,) = result_shapes(node)
     dims = numbered(shape)
-    # The mask of a partial sum is that of the sum; a mask itself has nothing to add up.
+    # The mask of a partial sum is that of the sum; a mask itself has no addends.
     linear = ((0,),) if node.target is torch.ops.sp_compiler.dropout.default else ()
     return OpRule((dims, ()), (dims,), linear=linear, rows="broadcast", placed=True)
 
@@ -164,7 +163,7 @@ def _autograd_function(node: Node) -> OpRule | None:
     ):
         return None
     dims = numbered(shapes[0])
-    # Linear in nothing: its code was traced for dependence between elements, not for linearity.
+    # Not linear: its code was traced for dependence between elements, not for linearity.
     return OpRule((dims,) * len(shapes), (dims,) * len(results), rows="broadcast")
 
 
@@ -178,7 +177,7 @@ def _autograd_function(node: Node) -> OpRule | None:
     )
 )
 def _pointwise_backward(node: Node) -> OpRule:
-    """Results: the gradient of each operand, of which a second one is not yet summed."""
+    """Results: the gradient of each operand; a second one is not yet summed to the operand."""
     shape, *others = result_shapes(node)
     dims = numbered(shape)
     operands = tuple(broadcast(each, dims, shape) for each in operand_shapes(node))
@@ -196,7 +195,7 @@ def _prelu(node: Node) -> OpRule:
 
 @rule("aten::log_sigmoid_forward")
 def _log_sigmoid(node: Node) -> OpRule:
-    """Results: the logarithm, and what backward reads of it, which is empty on a GPU."""
+    """Results: the logarithm, and a buffer for backward, which is empty on a GPU."""
     dims, (shape, buffer) = numbered(shape_of(tensor_operands(node)[0])), result_shapes(node)
     return OpRule((dims,), (dims, dims if buffer == shape else private(buffer, "empty")))
 

@@ -15,7 +15,7 @@ from sp_compiler.rules.registry import (
 
 @rule("sp_compiler::expert_routes", "sp_compiler::expert_routes_by_id")
 def _routes(node: Node) -> OpRule:
-    """Where a row goes depends on all rows."""
+    """The destination of a row depends on all rows."""
     operands = [private(shape, f"o{index}_") for index, shape in enumerate(operand_shapes(node))]
     results = [private(shape, f"r{index}_") for index, shape in enumerate(result_shapes(node))]
     return OpRule(tuple(operands), tuple(results), rows="fixed")
@@ -23,7 +23,7 @@ def _routes(node: Node) -> OpRule:
 
 @rule("sp_compiler::expert_dispatch", "sp_compiler::expert_combine")
 def _rows(node: Node) -> OpRule:
-    """A part of each row may move by itself, but no part of the rows."""
+    """The features of the rows may be sharded, but not the rows."""
     shape, *route = operand_shapes(node)
     (result,) = result_shapes(node)
     rest = tuple(

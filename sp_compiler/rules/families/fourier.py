@@ -16,7 +16,7 @@ from sp_compiler.rules.registry import (
 )
 
 PRIMITIVES = ("aten::_fft_r2c", "aten::_fft_c2r", "aten::_fft_c2c")
-"""What the others become in a joint graph. They count dims from the front alone."""
+"""The operators that the others become in a joint graph. They count dims only from the front."""
 TRANSFORMS = (
     *(f"aten::fft_{name}" for name in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")),
     *(f"aten::fft_{name}" for name in ("fft2", "ifft2", "rfft2", "irfft2")),
@@ -30,7 +30,7 @@ def _transform(node: Node) -> OpRule:
     (shape,), (result,) = operand_shapes(node), result_shapes(node)
     args = arguments(node)
     dims_arg, rank = args["dim"], len(shape)
-    if dims_arg is None:  # the last ones, as many as there are sizes
+    if dims_arg is None:  # the last dims, as many as ``s`` has sizes
         dims_arg = range(-len(args["s"] or shape), 0)
     given = [dims_arg] if isinstance(dims_arg, int) else dims_arg
     transformed = {positive_dim(dim, rank) for dim in given}

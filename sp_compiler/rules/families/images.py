@@ -55,7 +55,7 @@ LINEAR = (*_MEAN, *UPSAMPLE, *PADS, *_SAMPLERS, "aten::im2col", "aten::col2im")
 )
 @rule(*POOLS, *UPSAMPLE, *PADS)
 def _resampled(node: Node) -> OpRule:
-    """Each image of a batch, and each of its channels, by itself: all its own dims are mixed."""
+    """Images of a batch and channels are independent; within an image all dims are mixed."""
     name = schema_name(node)
     found = re.search(r"(\d)d", name)
     assert found is not None
@@ -70,13 +70,13 @@ def _resampled(node: Node) -> OpRule:
         for owner, side in (("o", shapes), ("r", results))
     )
     linear = FIRST_OPERAND if name in LINEAR or name.endswith("_backward") else ()
-    # How many dims are in front says to most of them whether there is a batch.
+    # Most of them tell from the number of leading dims whether there is a batch.
     return OpRule(operands, made, linear=linear, rows="fixed")
 
 
 @rule("aten::im2col", "aten::col2im")
 def _patches(node: Node) -> OpRule:
-    """``b c h w -> b (c k) l`` and back, of k elements a patch; or without a batch."""
+    """``b c h w -> b (c k) l`` and back, with k elements per patch; or without a batch."""
     (shape,), (result,) = operand_shapes(node), result_shapes(node)
     is_cut = schema_name(node) == "aten::im2col"
     image, patches = (shape, result) if is_cut else (result, shape)

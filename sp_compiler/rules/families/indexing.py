@@ -33,7 +33,7 @@ aten = torch.ops.aten
 def _embedding(node: Node) -> OpRule:
     weight, ids = operand_shapes(node)
     by_frequency = arguments(node)["scale_grad_by_freq"]
-    # Frequencies are counted over all tokens: a rank must not see a part of them.
+    # Frequencies are counted over all tokens: a rank must not see only a part of them.
     dims = private(ids, "d") if by_frequency else numbered(ids)
     hidden = named(weight[1:], "h")
     return OpRule(((*private(weight[:1], "v"), *hidden), dims), ((*dims, *hidden),))
@@ -61,9 +61,9 @@ _LOOKUPS_OF_BAGS = (
 def _embedding_bag(node: Node) -> OpRule:
     """The width may be sharded; where a bag ends depends on data.
 
-    Results of the lookup: the rows, two numbers per index or bag, and of which entry the largest
-    element of each row is. Of its backward: the gradient of the table, or of each entry's factor,
-    which is a sum over the width.
+    Results of the lookup: the rows, two values per index or bag, and the entry that each row's
+    largest element comes from. Of its backward: the gradient of the table, or of each entry's
+    factor, which is a sum over the width.
     """
     args, results = arguments(node), result_shapes(node)
     is_backward = "grad" in args
@@ -71,7 +71,7 @@ def _embedding_bag(node: Node) -> OpRule:
     hidden = named(rows[1:], "h")
 
     def of(shape: tuple[int, ...], owner: str) -> Dims:
-        # No other value has two dims.
+        # Only the values with a width have two dims.
         return (*private(shape[:1], owner), *(hidden if len(shape) == 2 else ()))
 
     operands = tuple(of(shape, f"o{index}_") for index, shape in enumerate(operand_shapes(node)))
@@ -126,11 +126,11 @@ def _put(node: Node) -> OpRule:
 
 @rule("aten::index_select")
 def _index_select(node: Node) -> OpRule:
-    """Rows of one dim by their numbers; every other dim may be sharded."""
+    """Rows of one dim by index; every other dim may be sharded."""
     shape, index = operand_shapes(node)
     dim = positive_dim(arguments(node)["dim"], len(shape))
     dims, numbers = numbered(shape, blocked=(dim,) if shape else ()), private(index, "i")
-    # A number is picked from as if it were a vector of one.
+    # A 0-dim index selects as if it were a vector of one element.
     result = (*dims[:dim], *(numbers or ((),)), *dims[dim + 1 :]) if shape else ()
     return OpRule((dims, numbers), (result,), linear=FIRST_OPERAND, rows="fixed")
 
@@ -153,7 +153,7 @@ def _index_fill(node: Node) -> OpRule:
     shape, index, *number = operand_shapes(node)
     dim = positive_dim(arguments(node)["dim"], len(shape))
     dims = numbered(shape, blocked=(dim,) if shape else ())
-    # Any other number would be put in by each rank.
+    # Each rank would put in any other value once.
     linear = FIRST_OPERAND if arguments(node)["value"] == 0 else ()
     operands = (dims, private(index, "i"), *(private(each, "v") for each in number))
     return OpRule(operands, (dims,), linear=linear, rows="fixed")
@@ -162,7 +162,7 @@ def _index_fill(node: Node) -> OpRule:
 @rule("aten::one_hot")
 def _one_hot(node: Node) -> OpRule | None:
     if arguments(node)["num_classes"] == -1:
-        return None  # as many as the largest number says, which a part may not have
+        return None  # the largest index determines the size, and a part may not contain it
     shape = shape_of(node)
     dims = numbered(shape, blocked=(len(shape) - 1,))
     return OpRule((dims[:-1],), (dims,))
@@ -184,14 +184,14 @@ def _scatter(node: Node) -> OpRule:
     given = arguments(node)
     linear: tuple[tuple[int, ...], ...] = ()
     if "reduce" not in given:
-        # A number that is put in would be put in by each rank, but zeros add up to zero.
+        # Each rank would put in any other scalar once; zeros add up to zero.
         linear = ((0, 2),) if source else FIRST_OPERAND if given["value"] == 0 else ()
     return OpRule((target, part, *same), (target,), linear=linear)
 
 
 def _aligned(shape: tuple[int, ...], index: tuple[int, ...], dim: int) -> tuple[Dims, Dims]:
     """Dims of a tensor and of indices into its ``dim``; the other dims share factors if equal."""
-    # A shorter dim of the index takes only the front: parts of both are not alike then.
+    # A shorter dim of the index takes only the front: parts of both would not correspond.
     alike = [d for d in range(len(shape)) if d != dim and shape[d] == index[d]]
     blocked = [d for d in range(len(shape)) if d not in alike]
     dims, own = numbered(shape, blocked=blocked), private(index, "i")
@@ -212,7 +212,7 @@ def _split(node: Node) -> OpRule:
     if len(results[0]) < len(shape):  # unbind: each result lacks the dim
         result = tuple(item for position, item in enumerate(dims) if position != dim)
         return OpRule((dims,), (result,) * len(results), linear=((0,),))
-    # Cut in the middle of parts, a dim would leave a rank with some of the results.
+    # A dim that is cut without regard to its parts would leave a rank with only some of them.
     sizes = tuple(result[dim] for result in results)
     return OpRule((dims,), (dims,) * len(results), linear=((0,),), split=(dim, sizes))
 
@@ -232,20 +232,20 @@ def _cat(node: Node) -> OpRule:
 def _pad(node: Node) -> OpRule:
     """Padding one side and cropping the other keeps the size but moves the elements."""
     (shape,), args = operand_shapes(node), arguments(node)
-    # Of the last dims, backwards.
+    # ``pad`` has pairs for the last dims, in reverse order.
     numbers = args["pad"]
     pairs = [numbers[index : index + 2] for index in range(0, len(numbers), 2)]
     is_constant = args.get("mode", "constant") == "constant"
-    # Those of what is not padded are often there as zeros; other modes want them for their dims.
+    # Zeros often stand for dims that are not padded; modes other than constant need the dims whole.
     moved = [
         len(shape) - 1 - index
         for index, pair in enumerate(pairs)
         if not is_constant or any(is_open(number) or number != 0 for number in pair)
     ]
     dims = numbered(shape, blocked=moved)
-    # Padding of another number than 0 would be added once by each rank.
+    # Each rank would add a padding value other than 0 once.
     linear = () if args.get("value") else ((0,),)
-    # Flattened to rows, dims would be fewer than the pairs.
+    # Flattening to rows could leave fewer dims than pairs.
     rows: Rows = "leading" if len(moved) == len(pairs) else "fixed"
     return OpRule((dims,), (dims,), linear=linear, rows=rows)
 
@@ -261,7 +261,7 @@ def _index_dims(node: Node, source: tuple[int, ...]) -> tuple[Dims, Dims, list[D
     """Dims of the indexed tensor, of what is picked from it, and of each index tensor."""
     indices = arguments(node)["indices"]
     dims = [dim for dim, index in enumerate(indices) if index is not None]
-    # Apart, they would put what they pick in front, another order of the same dims.
+    # If they are not adjacent, the picked dims come first, which is another order of the dims.
     adjacent = bool(dims) and dims == list(range(dims[0], dims[-1] + 1))
     if (
         not adjacent
@@ -292,7 +292,7 @@ def _index_put(node: Node) -> OpRule | None:
     """Jointly linear in the tensor and the values if the values are added."""
     parts = _index_dims(node, shape_of(node))
     args = arguments(node)
-    # What is put in place of others, twice at one place, depends on the order.
+    # If two values are put at one position without adding, the result depends on the order.
     if parts is None or not args["accumulate"]:
         return None
     target, result, indices = parts

@@ -38,7 +38,7 @@ def _layer_norm(node: Node) -> OpRule | None:
     normalized = len(arguments(node)["normalized_shape"])
     rank = len(shapes[0])
     dims = numbered(shapes[0], blocked=range(rank - normalized, rank))
-    # Weight and bias span the blocked dims alone: replicated wherever the rows are cut.
+    # Weight and bias span only the blocked dims: replicated wherever the rows are cut.
     affine = tuple(broadcast(shape, dims, shapes[0]) for shape in shapes[1:])
     return OpRule((dims, *affine), (dims,))
 
@@ -70,7 +70,7 @@ def _group_norm(node: Node) -> OpRule:
     shape = shape_of(args["input"])
     num_groups = args["num_groups"] if "num_groups" in args else args["group"]
     batch = named(shape[:1], "b")
-    # A channel is (group, channel of the group): the groups are cut, never what is averaged.
+    # A channel is (group, channel of the group): the groups may be cut, not what is averaged.
     groups = named((num_groups,), "g")
     channels = (*groups[0], *private((shape[1] // num_groups,), "c")[0])
     image, statistics = (*batch, channels, *private(shape[2:], "x")), (*batch, *groups)
@@ -81,7 +81,7 @@ def _group_norm(node: Node) -> OpRule:
         return (channels,) if name in ("weight", "bias") else image
 
     operands = dims_by_name(node, dims)
-    # Gradients of channels are sums over the batch: partial ones where it is cut.
+    # Gradients of channels are sums over the batch: partial if it is cut.
     if "grad_out" in args:
         results = (image, (channels,), (channels,))
         return OpRule(operands, results, contracted=batch[0], linear=FIRST_OPERAND, rows="fixed")
@@ -96,12 +96,12 @@ def _group_norm(node: Node) -> OpRule:
 def _batch_norm(node: Node) -> OpRule:
     """Each channel has its own statistics, over the batch and the image.
 
-    Results: the normalized input and two statistics per channel, which are empty where the running
+    Results: the normalized input and two statistics per channel, which are empty if the running
     ones are used. Of the backward: the gradients of input, weight and bias.
     """
     args = arguments(node)
     shape = shape_of(args["input"])
-    # Running statistics are no sums over the batch, which may be cut then.
+    # Running statistics are not sums over the batch, which may be cut then.
     is_running = "no_training" in str(node.target)
     image = numbered(shape, () if is_running else [dim for dim in range(len(shape)) if dim != 1])
 
@@ -111,20 +111,20 @@ def _batch_norm(node: Node) -> OpRule:
     def dims(name: str, operand: Node) -> Dims:
         return image if name in ("input", "grad_out") else per_channel(shape_of(operand))
 
-    # No value where no gradient is asked for: of a norm that is frozen or has no weight.
+    # A value is missing if no gradient is needed: for a norm that is frozen or has no weight.
     values = result_values(node)[1:]
     others = [shape[1:2] if value is None else tuple(value.shape) for value in values]
     results = (image, *map(per_channel, others))
     linear = FIRST_OPERAND if "grad_out" in args else ()
     whole = tuple(index for index, shape in enumerate(others, 1) if shape == (0,))
     operands = dims_by_name(node, dims)
-    # Dim 1 is the channels, wherever the tokens are.
+    # Dim 1 holds the channels, wherever the tokens are.
     return OpRule(operands, results, linear=linear, rows="fixed", whole=whole)
 
 
 @rule("aten::log_softmax", "aten::_log_softmax")
 def _log_softmax(node: Node) -> OpRule:
-    """The dim of classes is kept, so that a loss of the result can be sharded by it."""
+    """The class dim keeps its factor, so that a loss of the result can be sharded by class."""
     (shape,) = operand_shapes(node)
     dims = numbered(shape, blocked=(positive_dim(arguments(node)["dim"], len(shape)),))
     return OpRule((dims,), (dims,))
@@ -143,7 +143,7 @@ def _softmax(node: Node) -> OpRule:
         (*dims[:dim], *private(result[dim : dim + 1], "r"), *dims[dim + 1 :])
         for result in result_shapes(node)
     )
-    # The one linear operator among them.
+    # cumsum is the only linear operator among them.
     linear = FIRST_OPERAND if schema_name(node) == "aten::cumsum" else ()
     return OpRule((dims,), results, linear=linear)
 

@@ -1,4 +1,4 @@
-"""Rules of matrix products and convolutions, and of their gradients."""
+"""Rules of matmuls and convolutions, and of their gradients."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def _linear(node: Node) -> OpRule | None:
     x, weight, *bias = operand_shapes(node)
     if len(weight) != 2:
         return None
-    # Leading dims are numbered, so that they can be tokens; width and outputs have names of their
-    # own, so that a dim of the input is never taken for one of the weight.
+    # Leading dims are numbered, so that they can be tokens; width and outputs have other names, so
+    # that a dim of the input is never taken for one of the weight.
     dims = (*numbered(x[:-1]), *named(weight[1:], "i"))
     out, inner = Factor("o", weight[0]), Factor("i", weight[1])
     operands: tuple[Dims, ...] = (dims, ((out,), (inner,)))
@@ -68,7 +68,7 @@ def _matmul(node: Node) -> OpRule | None:
         ((*batch, m, n),),
         contracted=(inner,),
         linear=((0,), (1,)),
-        # A batch of right factors goes by the dims of the left ones, which rows would merge.
+        # Batch dims of the right factor correspond to those of the left, which rows would merge.
         rows="leading" if len(right) == 2 else "fixed",
     )
 
@@ -90,13 +90,13 @@ def _baddbmm(node: Node) -> OpRule:
 
 @rule(*("aten::cdist", "aten::_cdist_forward", "aten::_euclidean_dist", "aten::_cdist_backward"))
 def _distances(node: Node) -> OpRule:
-    """``b m k, b n k -> b m n``; of its backward, the gradient of the first."""
+    """``b m k, b n k -> b m n``; of the backward, the gradient of the first."""
     args, (result,) = arguments(node), result_shapes(node)
     batch = numbered(result[:-2])
     first, second = shape_of(args["x1"]), shape_of(args["x2"])
     (m,), (n,), k = named(first[-2:-1], "m"), named(second[-2:-1], "n"), private(first[-1:], "k")
     pairs = (*batch, m, n)
-    # By position: both may be one tensor.
+    # By position, not by name: both may be one tensor.
     points = tuple(
         (*broadcast(shape[:-2], batch, result[:-2]), own, *k)
         for shape, own in ((first, m), (second, n))
@@ -159,7 +159,7 @@ def _grouped_mm(node: Node) -> OpRule | None:
         return None
     rows, weight, _ = shapes
     inner, out = Factor("k", rows[1]), Factor("n", weight[2])
-    # Rows are blocked: ends of experts count rows from the front of all of them.
+    # Rows are blocked: the end offsets of the experts count all rows from the front.
     s, e = private(rows[:1], "s")[0], private(weight[:1], "e")[0]
     operands = ((s, (inner,)), (e, (inner,), (out,)), (e,))
     return OpRule(operands, ((s, (out,)),), contracted=(inner,), linear=((0,), (1,)), rows="fixed")
@@ -189,9 +189,9 @@ def _groups(
     given: Mapping[str, Any], image: Sequence[int], weight: Sequence[int], result: Sequence[int]
 ) -> int:
     """The number of groups, from the shapes: the argument may be that of another part."""
-    # A weight has the inputs of one group, one that is transposed the outputs.
+    # Dim 1 of a weight counts the inputs of one group, for a transposed convolution the outputs.
     channels = result if given.get("transposed", False) else image
-    # From the end: there may be no batch dim.
+    # Counted from the end: there may be no batch dim.
     return channels[1 - len(weight)] // weight[1]
 
 
@@ -218,11 +218,11 @@ def _channels(
     """Factors of the channels of a convolution's input and output, and dims of its weight."""
     given = arguments(node)
     groups = _groups(given, image, weight, result)
-    if not groups:  # shapes that a check tries
-        raise ArgumentError(f"{node.name}: a weight {tuple(weight)} is of more channels")
+    if not groups:  # a check may try such shapes
+        raise ArgumentError(f"{node.name}: a weight {tuple(weight)} needs more channels")
     inner, outer = private((image[1] // groups,), "c")[0], private((result[1] // groups,), "o")[0]
     shared: Dim = (Factor("g", groups),)
-    # One group: input channels are summed by every output, and a partial sum would meet the bias.
+    # One group: every output sums all input channels, and ranks would add the bias to each part.
     if groups == 1:
         shared, outer = (), (Factor("o", result[1]),)
     channels, out = (*shared, *inner), (*shared, *outer)
@@ -243,7 +243,7 @@ def _convolution_backward(node: Node) -> OpRule:
     batch = named(grad[:1], "b")
     channels, out, weight_dims = _channels(node, image, weight, grad)
     image_dims = (*batch, channels, *private(image[2:], "x"))
-    # With groups each rank has the gradient of its own input channels, complete.
+    # With groups each rank has the complete gradient of its own input channels.
     summed = () if out[0].name == "g" else out
     return OpRule(
         ((*batch, out, *private(grad[2:], "y")), image_dims, weight_dims),

@@ -48,10 +48,10 @@ def _reduction(node: Node) -> OpRule | None:
     is_sum, is_mean = name == "aten::sum", name == "aten::mean"
     dims_arg = args.get("dim")
     dims_arg = [dims_arg] if isinstance(dims_arg, int) else dims_arg
-    # torch takes 0 and -1 for dims of a single number, which has none.
+    # torch accepts dims 0 and -1 for a 0-dim tensor.
     given = (dims_arg or range(len(shape))) if shape else ()
     reduced = {positive_dim(dim, len(shape)) for dim in given}
-    # A dim of size 1 is blocked even in a sum: flattened to rows it would be gone.
+    # A dim of size 1 is blocked even in a sum: flattened to rows it would disappear.
     blocked = [dim for dim in sorted(reduced) if not (is_sum or is_mean) or shape[dim] == 1]
     dims = numbered(shape, blocked=blocked)
     keep = bool(args.get("keepdim", False))
@@ -60,9 +60,9 @@ def _reduction(node: Node) -> OpRule | None:
         for dim, factors in enumerate(dims)
         if keep or dim not in reduced
     )
-    # The largest of parts, their norms or variances do not add up: those dims are blocked above.
+    # Maxima, norms or variances of parts do not add up: those dims are blocked above.
     gone = tuple(f for dim in sorted(reduced) for f in dims[dim] if not f.blocked)
-    # A mean adds up in float32 what would overflow as a sum.
+    # In float16 a sum may overflow where the mean, which accumulates in float32, does not.
     may_sum = is_mean and node.meta["val"].dtype != torch.float16
     return OpRule(
         (dims,),
@@ -75,7 +75,7 @@ def _reduction(node: Node) -> OpRule | None:
 
 @rule("aten::cosine_similarity")
 def _cosine_similarity(node: Node) -> OpRule | None:
-    """Of rows along one dim; its parts are divided by norms of all of it."""
+    """Of rows along one dim, which stays whole: elements are divided by norms over all of it."""
     shapes = operand_shapes(node)
     whole = tuple(torch.broadcast_shapes(*shapes))
     dim = positive_dim(arguments(node)["dim"], len(whole))

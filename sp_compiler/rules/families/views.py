@@ -35,7 +35,7 @@ def _of_rows(call: LocalCall) -> bool:
     return call.results[0].kind == "T"
 
 
-# What names sizes, or leaves out what has size 1, which is another dim on one rank.
+# Their arguments name sizes, or they drop dims of size 1, which may be other dims on one rank.
 @rule(
     *("aten::reshape", "aten::view", "aten::_unsafe_view", "aten::flatten", "aten::unflatten"),
     "aten::squeeze",
@@ -44,10 +44,10 @@ def _of_rows(call: LocalCall) -> bool:
 @rule("aten::unsqueeze", is_reshape=_of_rows)
 def reshape(node: Node) -> OpRule | None:
     if node.target is aten.view.dtype:
-        return None  # other bits, perhaps of another size
+        return None  # reinterprets the bits, perhaps in another element size
     (shape,), (result,) = operand_shapes(node), result_shapes(node)
     if 0 in shape:
-        return None  # sizes do not tell which dim became which
+        return None  # sizes do not determine how the dims correspond
     operand_dims, result_dims = reshaped(shape, result)
     return OpRule((operand_dims,), (result_dims,), linear=((0,),), rows="relabel")
 
@@ -57,7 +57,7 @@ def _moves_a_row_dim(call: LocalCall) -> bool:
     placement = call.results[0]
     if placement.kind != "T":
         return False
-    # Of several token dims a part has one; a dim among them is none that it could move.
+    # Of several token dims a part has one: it has no dim in place of the others to move.
     rank = len(result_shapes(call.node)[0])
     rows = max(placement.dim, call.operands[0].dim)
     return any(dim % rank < rows for dim in call.node.args[1:])
@@ -76,7 +76,7 @@ def _permute(node: Node) -> OpRule:
 
 def permutation(node: Node, rank: int) -> list[int]:
     """Source dim of each result dim, found by permuting a shape whose sizes are all distinct."""
-    # Asked of the operator itself, which knows each overload's way to say the order.
+    # By running the operator itself: overloads have different arguments for the order.
     probe = torch.empty(tuple(range(1, rank + 1)), device="meta")
     result = node.target(probe, *node.args[1:], **node.kwargs)
     return [size - 1 for size in result.shape]
@@ -96,14 +96,14 @@ def _complex_view(node: Node) -> OpRule:
 @rule("aten::expand", local_arguments={"size": lambda call: list(call.result_shapes[0])})
 def _expand(node: Node) -> OpRule:
     (shape,), (result,) = operand_shapes(node), result_shapes(node)
-    # What is copied along has no factor in the operand: cut, each rank makes its own copies.
+    # A dim that is expanded has no factor in the operand: if cut, each rank makes its own copies.
     dims = numbered(result)
     return OpRule((broadcast(shape, dims, result),), (dims,), linear=((0,),))
 
 
 @rule("aten::pixel_shuffle", "aten::pixel_unshuffle")
 def _pixel_shuffle(node: Node) -> OpRule:
-    """``(c r r) h w -> c (h r) (w r)`` and back; a part of a block of r x r is none of an image."""
+    """``(c r r) h w -> c (h r) (w r)`` and back; parts of r x r blocks do not match image parts."""
     (shape,), (result,), args = operand_shapes(node), result_shapes(node), arguments(node)
     is_shuffle = "upscale_factor" in args
     ratio = args["upscale_factor"] if is_shuffle else args["downscale_factor"]

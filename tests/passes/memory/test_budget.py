@@ -67,7 +67,7 @@ def _least(found: parity.Case, tp: int) -> int:
     """The smallest budget that does."""
     with pytest.raises(ArgumentError, match="memory_budget") as error:
         parity.compiled_in_turn(found, tp=tp, recompute="auto", memory_budget=1)
-    return int(str(error.value).partition("the least that would do is ")[2].split()[0])
+    return int(str(error.value).partition("the minimum that fits is ")[2].split()[0])
 
 
 @functools.lru_cache(maxsize=16)
@@ -191,7 +191,7 @@ def test_a_budget_that_is_too_small_says_what_would_do() -> None:
     def planned(budget: Any) -> Plan:
         return plan(model, ((), kwargs), tp=2, recompute="auto", memory_budget=budget)
 
-    with pytest.raises(ArgumentError, match=r"memory_budget=100 \(100 B\).*least.*needs most") as e:
+    with pytest.raises(ArgumentError, match=r"memory_budget=100 \(100 B\).*minimum.*needs") as e:
         planned(100)
     text = str(e.value).partition('("')[2].partition('")')[0]
     found = planned(text)
@@ -204,7 +204,7 @@ def test_a_budget_that_is_too_small_says_what_would_do() -> None:
 def test_code_outside_of_layers_is_told_in_words() -> None:
     one = nn.Linear(8, 8)
     inputs: Any = ((torch.randn(4, 8),), {})
-    with pytest.raises(ArgumentError, match="Then the model needs most"):
+    with pytest.raises(ArgumentError, match="At this minimum the model needs the most memory"):
         plan(one, inputs, recompute="auto", memory_budget=1, tp=1)
 
 

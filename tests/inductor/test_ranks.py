@@ -19,7 +19,7 @@ import sp_compiler
 from tests.helpers.inductor import own_cache
 from tests.helpers.ranks import run_on_ranks
 
-SAID = "runs as written"
+SAID = "runs uncompiled"
 
 
 class Net(nn.Module):

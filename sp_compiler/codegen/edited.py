@@ -61,7 +61,7 @@ def with_code(compiled: CompiledProgram, source: str) -> CompiledProgram:
 
 
 def _parameters(code: object, method: str) -> list[str] | None:
-    """Names of what a static method takes, ``None`` where there is no such method."""
+    """Names of the parameters of a static method; ``None`` if there is no such method."""
     function = inspect.getattr_static(code, method, None)
     return (
         list(inspect.signature(function.__func__).parameters)

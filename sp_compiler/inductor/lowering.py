@@ -35,7 +35,7 @@ _PINNED = {
     "emulate_precision_casts": True,
     # torch.rand and the like would draw other numbers than in eager code (pytorch#198333).
     "fallback_random": True,
-    # A chain of this many operators is computed twice instead of stored: the hash of a mask
+    # A chain of up to this many operators is computed twice instead of stored: the hash of a mask
     # element has 50, which the default would split into two passes over memory.
     "realize_opcount_threshold": 64,
     # The hash that draws masks overflows, which is undefined for signed integers in C++: without

@@ -62,7 +62,7 @@ class Gradient:
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
-    """One operator of ours, ``torch.ops.sp_compiler.<name>``.
+    """One of our operators, ``torch.ops.sp_compiler.<name>``.
 
     Attributes:
         name: name of the operator and of the communicator's method.
@@ -162,7 +162,7 @@ def bytes_of(x: Tensor) -> int:
 
 
 OPERATORS: dict[str, Operator] = {}
-"""Every operator of ours by name."""
+"""All our operators by name."""
 
 
 def operator_of(target: object) -> Operator | None:

@@ -96,7 +96,7 @@ class LeanStage(PipelineStage):
         return _in_order(super().get_bwd_send_ops(bwd_chunk_id))
 
     def _let_go(self, chunk: int) -> None:
-        """Of the results of a forward, keep only their edges in autograd's graph."""
+        """Keep only the edges in autograd's graph of a forward's results."""
         if hasattr(self, "_forward_chunk_states"):
             # Torch 2.15 does so once the schedule has waited for the message, and not at all for a
             # stage on the same rank or if gradients of weights are delayed.

@@ -87,7 +87,7 @@ class Places:
         """Return those of every stage.
 
         Args:
-            orders: of every rank.
+            orders: actions of every rank.
         """
         own: list[list[Action]] = [[] for _ in range(num_stages)]
         for action in itertools.chain.from_iterable(orders):

@@ -160,7 +160,7 @@ def joined(
     """Return one output of a batch, from those of its microbatches.
 
     Args:
-        parts: of the microbatches, in order.
+        parts: those of the microbatches, in order.
         weights: weight of each microbatch.
         lengths: see :func:`batch_lengths`.
 

@@ -67,7 +67,7 @@ class PipelineModule(StageParameters):
             equal weights.
         memory_bytes: limit for a stage; ``None`` for no limit.
         fsdp: options of FSDP2 over the data axes; ``None`` if there are no data axes.
-        build_loss: compiles like the module, for the loss alone.
+        build_loss: compiles like the module, but only for the loss.
         return_outputs: whether a step returns the model's outputs.
     """
 

@@ -89,13 +89,13 @@ def returned_refs(program: Program) -> list[Ref]:
 
 
 def chain_of(program: Program, loss: Ref) -> list[int]:
-    """Return the numbers of the calls that are divided into stages: those that the loss needs."""
+    """Return the indices of the calls that are divided into stages: those that the loss needs."""
     needed = _needed(program, {loss.index})
     return [i for i in sorted(needed) if not is_table(program, program.calls[i])]
 
 
 def _needed(program: Program, wanted: set[int]) -> set[int]:
-    """Return the numbers of the calls ``wanted`` and of all whose values they read."""
+    """Return the indices of the calls ``wanted`` and of all whose values they read."""
     needed = set(wanted)
     for index in reversed(range(len(program.calls))):
         if index in needed:
@@ -154,7 +154,7 @@ def stages_of(
 
 
 def _tables(program: Program, part: Sequence[int], kept: Iterable[Ref]) -> list[int]:
-    """Return the numbers of the tables that a stage reads, returns or writes into a buffer."""
+    """Return the indices of the tables that a stage reads, returns or writes into a buffer."""
     refs = [*kept, *(ref for index in part for ref in program.calls[index].args)]
     read = {ref.index for ref in refs if ref.kind == "call"}
     return [i for i in sorted(read) if is_table(program, program.calls[i])]
@@ -168,7 +168,7 @@ def crossing(
 
     Args:
         returned: values that the last stage returns.
-        stage_of: stage by number of each divided call; tables are in none.
+        stage_of: stage by index of each divided call; tables are in none.
     """
     received: list[set[Ref]] = [set() for _ in range(num_stages + 1)]
     uses = [(ref, stage_of[i]) for i in stage_of for ref in program.calls[i].args]

@@ -217,7 +217,7 @@ class _Watchdog:
         self.error: RuntimeError | None = None
         self.timeout = timeout
         self._board = board
-        # Of the message that the thread saw at its last look.
+        # For the message that the thread saw at its last look.
         self._wait: _MessageWait | None = None
         # A wait must not be published on the board after it has ended.
         self._looks = threading.Lock()

@@ -30,7 +30,7 @@ def strided(value: Tensor) -> Tensor:
 def leading_digest(value: Tensor) -> int:
     """Return 32 bits that depend on about the first 32 KiB of a plain dense tensor on the CPU.
 
-    The cost does not depend on the size: at most about as many bytes are copied.
+    The cost does not depend on the size: at most about that much is copied.
     """
     part = strided(value)
     while part.nbytes > _LEADING_BYTES:

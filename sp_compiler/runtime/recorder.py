@@ -92,7 +92,7 @@ class Recorder(TorchDispatchMode):
             self._made.append((StorageWeakRef(storage), storage.data_ptr(), storage.nbytes()))
 
     def _now(self) -> list[int]:
-        """Return the numbers of the storages that exist."""
+        """Return the indices of the storages that exist."""
         self._alive = {
             pointer: number
             for pointer, number in self._alive.items()
@@ -101,7 +101,7 @@ class Recorder(TorchDispatchMode):
         return list(self._alive.values())
 
     def _numbers(self, tensors: Iterable[Tensor]) -> set[int]:
-        """Return the numbers of the storages of ``tensors``, which exist."""
+        """Return the indices of the storages of ``tensors`` that exist."""
         pointers = {_local(tensor).untyped_storage().data_ptr() for tensor in tensors}
         return {number for number in self._now() if self._made[number][1] in pointers}
 

@@ -71,8 +71,8 @@ _TILED_OPTIONS = {
 # Only where that was measured: for wider heads the blocks would not fit on a multiprocessor.
 _TILED_CAPABILITY, _TILED_WIDTHS = (9, 0), range(64, 129)
 _SETTINGS = {
-    # The kernels assume that numbers of rows, and lists of blocks, of one head follow directly
-    # those of another; Inductor would pad between them.
+    # The kernels assume that values per row, and lists of blocks, are contiguous over all heads;
+    # Inductor would pad between heads.
     "comprehensive_padding": False,
     # Code that records steps records these kernels with them.
     "triton.cudagraphs": False,
@@ -120,7 +120,7 @@ def forward(
     Args:
         rank: this rank.
         tensors: the operator's tensors, in its order.
-        scale, p, site: of the operator.
+        scale, p, site: as for the operator.
         where: its other arguments.
     """
     made = _run(compute, _given(tensors, site), Place(rank, scale, p, *where))
@@ -136,7 +136,7 @@ def backward(
     site: int,
     *where: int,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Run :func:`~sp_compiler.ops.attention.dropout_attention_backward`, likewise.
+    """Run :func:`~sp_compiler.ops.attention.dropout_attention_backward`; as :func:`forward`.
 
     Args:
         made: the gradient, the context and the logsumexp.
@@ -289,7 +289,7 @@ def _block_mask(given: Given) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
     # Without dims of size 1, along which it is broadcast.
     mask, dims = given.mask.squeeze(), [i for i, size in enumerate(given.mask.shape) if size != 1]
 
-    # They choose the width of indices by their factors, and a long sequence's mask is larger.
+    # The kernels choose the width of indices by their factors; a mask may be larger than these.
     is_large = mask.numel() > _MAX_INT32
 
     def allowed(*place_and_mask: Tensor) -> Tensor:

@@ -228,7 +228,7 @@ class RankWait:
     Args:
         board: board of the group.
         purpose: a verb phrase, such as "calls the module".
-        place: what must match too, such as the number of exchanges or collectives so far.
+        place: what must match too: the module and its exchanges so far, or the collectives.
         timeout: how long to wait.
     """
 

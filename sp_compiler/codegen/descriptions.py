@@ -18,6 +18,6 @@ def describe(node: Node, printer: Printer) -> str:
         return ""
     placement = node.meta.get("placement")
     sizes = ", ".join(map(printer.value, value.shape))
-    # As Python writes a tuple of one, for who pastes it.
+    # Like a Python tuple of one, so that it can be pasted.
     sizes = f"({sizes},)" if value.dim() == 1 else f"({sizes})"
     return f"{sizes} {render_dtype(value.dtype)}" + (f" {placement}" if placement else "")

@@ -45,7 +45,7 @@ def with_code(compiled: CompiledProgram, source: str) -> CompiledProgram:
             raise ArgumentError(f"edited code: there is no class {title}; keep all classes")
         for method in _METHODS:
             wanted, given = _parameters(generated, method), _parameters(edited, method)
-            # By number, for that is how they are called: they may be renamed.
+            # By number, since they are passed by position: they may be renamed.
             if wanted is not None and (given is None or len(given) != len(wanted)):
                 was = "is missing" if given is None else f"takes ({', '.join(given)})"
                 raise ArgumentError(
@@ -61,7 +61,7 @@ def with_code(compiled: CompiledProgram, source: str) -> CompiledProgram:
 
 
 def _parameters(code: object, method: str) -> list[str] | None:
-    """Names of what a static method takes, ``None`` where there is no such method."""
+    """Names of the parameters of a static method; ``None`` if there is no such method."""
     function = inspect.getattr_static(code, method, None)
     return (
         list(inspect.signature(function.__func__).parameters)

@@ -66,7 +66,7 @@ class Printer:
         Raises:
             PassError: a conversion without an implementation.
         """
-        # Before all else: the view that ends an idiom has a spelling of its own too.
+        # First, because the view that ends an idiom also has a spelling of its own.
         if match := self.idioms.matmuls.get(node):
             return f"torch.matmul({self.value(match.left)}, {self.value(match.right)})"
         special = _SPECIAL.get(node.target)
@@ -80,7 +80,7 @@ class Printer:
         if _is_infix(node):
             symbol, (left, right) = INFIX[node.target], node.args
             return f"{self._operand(left, node)} {symbol} {self._operand(right, node, right=True)}"
-        # A method is C; the call of an overload goes through Python first.
+        # Methods are in C; the call of an overload goes through Python first.
         if node.target in METHODS:
             name = METHODS[node.target]
             return f"{self._receiver(node.args[0])}.{name}({self._arguments(node, 1)})"
@@ -99,7 +99,7 @@ class Printer:
             return f"[{inner}]" if isinstance(value, list) else f"({inner},)"
         if isinstance(value := plain(value), SYMBOLIC):
             return text(value, self.sizes)
-        if isinstance(value, torch.device):  # the one of the inputs, wherever they are then
+        if isinstance(value, torch.device):  # that of the inputs, wherever they are at run time
             return "device"
         return literal(value)
 
@@ -109,7 +109,7 @@ class Printer:
         return f"({text})" if printed in self.nested and _is_infix(printed) else text
 
     def _printed(self, value: Any) -> Any:
-        """The node whose text stands for ``value``: a conversion without communication has none."""
+        """The node whose text represents ``value``: a conversion without communication has none."""
         while value in self.nested:
             conversion = conversion_of(value)
             if conversion is None or conversion.method:
@@ -124,7 +124,7 @@ class Printer:
         value = self._printed(value)
         if value not in self.nested or not _is_infix(value):
             return text
-        # The order of evaluation is that of the graph: sums and products round.
+        # The order of evaluation stays that of the graph, because sums and products round.
         inner, outer = BINDS[INFIX[value.target]], BINDS[INFIX[user.target]]
         return text if inner > outer or (inner == outer > 0 and not right) else f"({text})"
 
@@ -169,12 +169,12 @@ class Printer:
     def _view(self, node: Node) -> str:
         # reshape, not view: the caller's tensors need not have the strides that were traced.
         sizes = [self.value(size) for size in node.meta["val"].shape]
-        # -1 stands for rows of tokens: other batches than that of the example run too. Without
-        # elements torch cannot tell what it is.
+        # -1 stands for rows of tokens, so that batches of other sizes run too. In a tensor without
+        # elements, torch cannot infer it.
         if sizes and example_numel(node.meta["val"]):
             sizes[0] = "-1"
         source = node.args[0]
-        # Of a chain of reshapes only the last matters; a copy between them is made by it.
+        # In a chain of reshapes only the last matters; it also makes any copy between them.
         while source in self.nested and source not in self.idioms.matmuls:
             if source.target not in RESHAPES and not is_copied_by(node, source):
                 break
@@ -184,7 +184,7 @@ class Printer:
         return f"{self._receiver(source)}.{call}"
 
     def _turn(self, node: Node) -> str:
-        """A transposition; dims from the front, as they stand in the comment behind the line."""
+        """A transposition; dims are counted from the front, as in the comment after the line."""
         x, num_dims = node.args[0], node.meta["val"].dim()
         dims = node.args[1] if node.target is aten.permute.default else node.args[1:]
         text = ", ".join(str(dim % num_dims) for dim in dims)
@@ -200,7 +200,7 @@ class Printer:
         if is_known:
             start, end, _ = slice(start, end).indices(size)
         # narrow is a method and a view; a slice in brackets would hide that a dim is cut. A
-        # slice may end before it starts and is empty then, where narrow raises.
+        # slice that ends before it starts is empty, where narrow raises.
         if step == 1 and is_known and start < end:
             length = self.value(end - start)
             return f"{self._receiver(x)}.narrow({dim}, {self.value(start)}, {length})"
@@ -222,7 +222,7 @@ class Printer:
         return f"torch.where({', '.join([self.value(condition), *values])})"
 
     def _branch(self, value: Node, where: Node) -> str:
-        """A number of its own in ``where`` as the number."""
+        """A nested scalar tensor in ``where`` as its number; other values as they are."""
         scalar = value in self.nested and value.target is aten.scalar_tensor.default
         # Two numbers, or one of another dtype, would give the result another dtype.
         both = scalar and where.args[1].target is where.args[2].target
@@ -252,7 +252,7 @@ def _merged_dims(shape: Sequence[Any], merged: Sequence[Any]) -> str:
     if not 0 < kept < len(shape) - 1 or any(map(is_open, (*shape, *merged))):
         return ""
     end = len(shape) - kept
-    # The product too: without elements other dims than these may have been merged.
+    # Sizes are compared too: in a tensor without elements, other dims may have been merged.
     if list(merged) == [math.prod(shape[:end]), *shape[end:]]:
         return f"0, {end - 1}"
     return str(kept) if list(merged) == [*shape[:kept], math.prod(shape[kept:])] else ""
@@ -272,11 +272,11 @@ def is_copied_by(reshape: Node, copy: Node) -> bool:
     source, result = copy.args[0].meta["val"], reshape.meta["val"]
     if any(map(is_open, (*source.shape, *source.stride(), *result.shape))):
         return False
-    # Asked of torch itself: when a view is possible depends on strides in many ways.
+    # Torch itself decides: whether a view is possible depends on strides in many ways.
     twin = torch.empty_strided(source.shape, source.stride(), device="meta")
     try:
         twin.view(result.shape)
-    except RuntimeError:  # its elements are not in this order
+    except RuntimeError:  # its elements are in another order in memory
         return True
     return False
 
@@ -291,7 +291,7 @@ def literal(value: Any) -> str:
         return string(value)
     if value is None or isinstance(value, bool):
         return repr(value)
-    if isinstance(value, int):  # an IntEnum's own repr is no expression
+    if isinstance(value, int):  # an IntEnum's own repr is not an expression
         return int.__repr__(value)
     if isinstance(value, float):
         return float.__repr__(value) if math.isfinite(value) else f'float("{float(value)}")'

@@ -33,7 +33,7 @@ class Idioms:
     """The idioms of a graph.
 
     Attributes:
-        matmuls: matrix products by the node of their result.
+        matmuls: matmuls by the node of their result.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -53,7 +53,7 @@ class Idioms:
 
 def _matmul(node: Node) -> Matmul | None:
     product = node.args[0]
-    # Nothing else may see a part: it would not exist.
+    # Nothing else may use the product: it would not exist.
     if product.target is not aten.bmm.default or len(product.users) > 1:
         return None
     batch = node.meta["val"].shape[:-2]

@@ -17,7 +17,7 @@ from sp_compiler.codegen.nesting import is_unpacked
 from sp_compiler.ir.op_traits import base, is_handed, is_started
 
 UNUSED = "_"
-"""Name of a result that nothing reads, beside others of its statement."""
+"""Name of a result that nothing reads, in a statement with several results."""
 
 
 class Lifetimes:
@@ -64,14 +64,14 @@ class Lifetimes:
             candidates = [given[node.name]] if node.name in given else self._candidates(node)
             self.names[node] = _first_free(candidates, taken)
             taken.add(self.names[node])
-        # Names that become free, by the place of the statement that may bind them anew.
+        # Names that become free, by the place of the statement that may rebind them.
         freed: dict[int, list[str]] = {}
         for place, statement in enumerate(self._parts):
-            # What this statement alone still reads may give its name away: x = f(x).
+            # A value that only this statement still reads may give up its name: x = f(x).
             taken.difference_update(freed.pop(place, ()))
             for node in targets(statement):
                 name = self.names[node] = _first_free(self._candidates(node), taken)
-                # In order: names that one statement binds differ from each other.
+                # One after another: names that one statement binds differ from each other.
                 taken.add(name)
                 if node not in self._returned:
                     last_read = self._last_read.get(node, place)
@@ -83,7 +83,7 @@ class Lifetimes:
         Names that share a storage are deleted together. Values that the caller holds are not
         deleted, nor are handles of collectives, which hold nothing once these are complete.
         """
-        # Deleting the name of what the caller holds would free nothing.
+        # Deleting the name of a value that the caller holds would free nothing.
         given = [node for node in self._inputs if not is_handed(node)]
         kept = {base(node) for node in (*given, *self._returned)}
         last: dict[Node, Node] = {}
@@ -96,11 +96,11 @@ class Lifetimes:
         deaths: dict[Node, list[str]] = {}
         for statement in self._parts:
             named = targets(statement)
-            # A name bound anew holds the new value: the old one has been freed with that.
+            # A rebound name holds the new value; rebinding has freed the old one.
             bound.update((self.names[node], node) for node in named if not is_started(node))
             dead = [name for name, node in bound.items() if last[base(node)] is statement]
             freed = [name for name in dead if base(bound.pop(name)) not in kept]
-            # Deleted as well: a result that nothing reads would live as long as the others.
+            # Deleted too: a result that nothing reads would live as long as the others.
             if UNUSED in assigned(statement, self.names):
                 freed.insert(0, UNUSED)
             if freed:

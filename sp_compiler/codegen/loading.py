@@ -25,7 +25,7 @@ class Namespace(dict[str, Any]):
 def load(source: str) -> Namespace:
     """Execute generated text and return its names; tracebacks show its lines."""
     digest = hashlib.sha256(source.encode()).hexdigest()[:12]
-    # Equal texts have entries of their own, for one may live longer than another.
+    # Equal texts have separate entries, because one may live longer than another.
     filename = f"{_FILE}{digest} {next(_numbers)}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     namespace = Namespace(__name__=f"sp_compiler.generated_{digest}")

@@ -4,9 +4,9 @@ A value may be nested if that changes neither the computation nor the memory tha
 
 - it is a view, pointwise, a copy or a constant, and has exactly one use;
 - no collective is started or waited for, and nothing random is drawn, between the place where it
-  was computed and the place where it is then;
-- what its own operands hold, which is freed only behind the whole expression, does not raise the
-  peak of the function;
+  was computed and its new place;
+- its own operands, which are freed only after the entire expression, do not raise the peak of the
+  function;
 - the expression still fits into a line.
 
 Operands of collectives have names, so that collectives stand out, and so that code that is cut at
@@ -58,12 +58,12 @@ class Nesting:
     Args:
         graph: a forward or backward.
         idioms: groups of nodes that are printed as one call.
-        gradients: whether the function returns gradients. Some of them do not count in the peak of
-            a backward (:mod:`sp_compiler.cost.memory`), which must not increase for any choice of
-            these.
+        gradients: whether the function returns gradients. Some of them may not count in the peak of
+            a backward (:mod:`sp_compiler.cost.memory`); whichever these are, the peak must not
+            increase.
         fits: whether the statement of a node is short enough with the current nesting.
         apart: statements that must not contain any other computation: those that communicate
-            ("collectives"), or also matrix products ("products").
+            ("collectives"), or also matmuls ("products").
 
     Attributes:
         nested: nodes without a statement.
@@ -100,8 +100,8 @@ class Nesting:
         for is_turn in (_is_constant, self._is_computed, self._is_plain_view):
             for node in self._nodes:
                 for operand in node.all_input_nodes:
-                    # Greedy: to find the largest set of nestings would be a search, for a line or
-                    # two.
+                    # Greedy: finding the largest set of nestings would take a search, to save a
+                    # line or two.
                     if is_turn(operand) and self._may_stand_in(operand, node):
                         self._nest(node, [operand])
 
@@ -154,24 +154,24 @@ class Nesting:
         return not self._is_plain_view(node)
 
     def _is_plain_view(self, node: Node) -> bool:
-        # A collective in place is a view by its storage alone.
+        # An in-place collective is a view only by its storage.
         is_plain = node not in self._idioms.matmuls and not is_collective(node)
         return is_view(node) and is_plain
 
     def _move(self, user: Node, inside: Sequence[Node]) -> bool:
-        """Take ``inside``, which is nested in the statement of ``user``, out of the statements, if
+        """Remove ``inside``, which is nested in the statement of ``user``, from the statements, if
         that is allowed."""
-        # What writes in place is a view by its storage alone: it computes, and reads operands.
+        # An in-place operator is a view only by its storage: it computes, and reads operands.
         computed = [node for node in inside if not all(map(is_pure_view, self.tree(node)))]
         if computed:
             start = min(self.statements.index(node) for node in computed)
             end = self.statements.index(user, start)
             changed = [node for node in self.statements[start : end + 1] if node not in inside]
-            # Across a collective the value would be computed while others wait, or be missing under
-            # it; across a draw of torch's generator the numbers would be others.
+            # Across a collective, the value would be computed while other ranks wait, or no longer
+            # hide communication; across a draw of torch's generator, random numbers would change.
             if any(map(_keeps_its_place, changed[:-1])):
                 return False
-            # Nothing changes before and behind these: to look at all statements for each value
+            # Nothing changes before and after these: looking at all statements for each value
             # would take minutes in a function of thousands.
             before = [self._held[node] for node in self.statements[start : end + 1]]
             freed = [storage for held in before for storage in held.freed]
@@ -228,8 +228,8 @@ class _Held(NamedTuple):
     """What a function holds at a statement, without its arguments.
 
     Attributes:
-        before_bytes: when it begins.
-        peak_bytes: while it runs.
+        before_bytes: bytes when it begins.
+        peak_bytes: peak while it runs.
         freed: storages that it frees.
     """
 
@@ -242,7 +242,7 @@ class _Storages:
     """Storages of a function, without those of its arguments.
 
     Args:
-        nested: nodes without a statement, which changes.
+        nested: nodes without a statement; changes meanwhile.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class _Storages:
         kept = {base(node) for node in returned}
         self._gradients = kept if gradients else set()
         self._nested = nested
-        # All that does not change from one nesting to the next is looked up once: peaks are wanted
+        # All that does not change from one nesting to the next is looked up once: peaks are needed
         # for every value that might be nested.
         bases = {each: base(each) for node in nodes for each in (node, *node.all_input_nodes)}
         self._needs = {
@@ -268,8 +268,8 @@ class _Storages:
         }
         holders: dict[Node, list[Node]] = {}
         users: dict[Node, list[Node]] = {}
-        # Handed over by another function, they are freed behind their last use like values that are
-        # made here, and have names.
+        # Values handed over by another function are freed after their last use, like values that
+        # are made here, and have names.
         operands = {owner for owner in bases.values() if owner.op == "placeholder"}
         handed = [owner for owner in operands if is_handed(owner) and owner not in kept]
         self._handed_bytes = sum(_bytes(owner.meta["val"]) for owner in handed)
@@ -286,7 +286,7 @@ class _Storages:
             if is_wait(node):  # until it has arrived, a collective holds what it sends
                 for sent in node.all_input_nodes[0].all_input_nodes:
                     users.setdefault(base(sent), []).append(node)
-        # Bytes, whether it is handed over, the statements that hold it and those that use it.
+        # Bytes, whether it is handed over, the statements that hold it, and those that use it.
         self._freed = [
             (
                 _bytes(owner.meta["val"]),
@@ -300,12 +300,12 @@ class _Storages:
     def limits(self, statements: Sequence[Node], held: Mapping[Node, _Held]) -> dict[Node, int]:
         """Return the bytes that each statement may hold without raising the peak of the function.
 
-        Gradients that are returned stay until the end. Whichever of them do not count, what is
-        held before this statement may be held in it, and what is held later without those that
-        are made in between.
+        Returned gradients stay until the end. Whichever of them do not count, a statement may hold
+        as much as any statement before it, and as much as any later one holds without the gradients
+        made in between.
 
         Args:
-            held: at each of ``statements``, in which nothing is nested yet.
+            held: what is held at each of ``statements`` while nothing is nested in them.
         """
         made = 0
         without: list[int] = []
@@ -328,12 +328,12 @@ class _Storages:
         before_bytes: int | None = None,
         freed: Iterable[int] | None = None,
     ) -> dict[Node, _Held]:
-        """Return what is held at each of some statements behind each other.
+        """Return what is held at each of some consecutive statements.
 
         Args:
             trees: their nodes, in order of evaluation.
-            before_bytes: what is held when the first begins; by default it is that of the function.
-            freed: storages of which the last use is in these statements; by default all.
+            before_bytes: what is held when the first begins; by default, when the function begins.
+            freed: storages whose last use is in these statements; by default all.
         """
         place = {
             node: (index, step)
@@ -368,7 +368,7 @@ def _statement_of(node: Node) -> Node:
 
 
 def _kept_bytes(node: Node) -> int:
-    """Return the bytes that outlive the call: of several results, those of named ones."""
+    """Return the bytes that outlive the call: of several results, only the named ones count."""
     if not isinstance(node.meta["val"], list | tuple):
         return _bytes(node.meta["val"])
     return sum(_bytes(part.meta["val"]) for part in node.users if is_part(part))

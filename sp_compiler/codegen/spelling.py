@@ -33,7 +33,7 @@ INFIX = {
     aten.ge.Tensor: ">=",
     aten.ge.Scalar: ">=",
 }
-# Tighter ones need no parentheses inside looser ones.
+# Operators that bind more tightly need no parentheses inside looser ones.
 BINDS = {"+": 1, "-": 1, "*": 2, "/": 2, "==": 0, "<": 0, "<=": 0, ">": 0, ">=": 0, "!=": 0}
 METHODS = {
     aten.t.default: "t",

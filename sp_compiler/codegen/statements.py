@@ -17,7 +17,7 @@ from sp_compiler.ir.fx import placements_of
 from sp_compiler.ir.op_traits import base, is_collective, is_identity, is_started, is_view, is_wait
 
 WIDTH = 100
-"""Of a statement, without its indentation and the comment behind it."""
+"""Of a statement, without its indentation and the comment after it."""
 # A little more is better than three lines for one statement: what is nested was decided with
 # tentative names, and the final ones may be longer.
 _SLACK = 8
@@ -64,7 +64,7 @@ class Body:
     def lines(self) -> list[str]:
         """Return the statements with section comments and ``del`` statements."""
         lines: list[str] = []
-        # What arrives may have to be copied into place.
+        # A wait counts too, because an arriving value may have to be copied into place.
         allocates = [
             any(is_wait(part) or not is_view(part) for part in parts)
             for parts in self._parts.values()
@@ -73,14 +73,14 @@ class Body:
         place = -1
         for path, section in self._sections():
             recomputed = [_is_recomputed(node) for node in section]
-            # The word in the heading, or behind each line, but not both.
+            # The word is in the heading, or after each line, but not in both.
             if path:
                 title = f"recompute {path}" if all(recomputed) else path
                 lines += [*([""] if lines else []), comment(title)]
             dead: list[str] = []
             for node, again in zip(section, recomputed, strict=True):
                 place += 1
-                # Until something is allocated, what is dead costs nothing.
+                # Until something is allocated, dead values cost nothing.
                 if dead and allocates[place]:
                     lines += _deletion(dead)
                     dead = []
@@ -90,7 +90,7 @@ class Body:
                 left -= allocates[place]
                 rebound = assigned(node, self.printer.names)
                 dead = [name for name in dead if name not in rebound]
-                # What dies where nothing is allocated any more dies with the function.
+                # Where nothing more is allocated, values are freed when the function returns.
                 dead += self._deaths.get(node, []) if left else []
             lines += _deletion(dead)
         return lines
@@ -114,7 +114,7 @@ class Body:
             # section.
             if not computes and node is not next(reversed(self._parts)):
                 continue
-            # The innermost expression is evaluated first: the statement belongs to the last.
+            # The innermost expression is evaluated first; the statement belongs to the last one.
             path = self._section_path(computes[-1] if computes else node)
             if not sections or path not in ("", sections[-1][0]):
                 sections.append((path, []))
@@ -129,7 +129,7 @@ class Body:
         path = module_path(node)
         if path in ("", self._layer):
             return "(block)" if self._layer else "(model)"
-        # Deeper modules have no section of their own: an attention is read at one go.
+        # Deeper modules have no sections of their own: an attention is read in one piece.
         depth = self._depth + 1
         inner = ".".join(path.split(".")[:depth])
         return inner.removeprefix(f"{self._layer}.") if self._layer else inner
@@ -148,12 +148,12 @@ class Body:
         return [*lines[:-1], f"{lines[-1]}  {comment(text)}" if text else lines[-1]]
 
     def _note(self, node: Node) -> str:
-        # Of several results the comment describes the first.
+        # With several results, the comment describes the first.
         first = min(node.users, key=lambda part: part.args[1]) if is_unpacked(node) else node
         note = describe(first, self.printer)
         if not is_collective(node) and not is_wait(node):
             return note
-        # The only thing in the text that looks like an arrow: collectives are found at a glance.
+        # Nothing else in the text looks like these arrows, so collectives are easy to find.
         return f"<== {note}" if not is_started(node) else f"==> {note}"
 
     def _target(self, node: Node) -> str:
@@ -197,7 +197,7 @@ def _common_depth(graph: Graph) -> int:
     paths = [module_path(node).split(".") for node in nodes if node.op == "call_function"]
     if not paths:
         return 0
-    # What the first and the last in order share, all between them do.
+    # Modules that the first and the last path in sorted order share are shared by all.
     first, last = min(paths), max(paths)
     same = [a == b for a, b in zip(first, last, strict=False)]
     return [*same, False].index(False)
@@ -220,7 +220,7 @@ def fill(text: str) -> list[str]:
 
 def _items(text: str) -> list[str]:
     """Split ``text`` after commas that are outside of brackets and strings."""
-    # Not str.split: commas inside calls and texts separate nothing here.
+    # Not str.split: commas inside calls and strings separate nothing here.
     depth, start, items = 0, 0, []
     for token in _TOKENS.finditer(text):
         depth += {"(": 1, "[": 1, ")": -1, "]": -1}.get(token[0], 0)
@@ -234,7 +234,7 @@ def _wrapped(target: str, expression: str) -> list[str]:
     """Return an assignment, wrapped inside its parentheses if it is long."""
     if len(target) + len(expression) + 3 <= WIDTH + _SLACK:
         return [f"{target} = {expression}"]
-    # Broken inside of the outermost call where there is one: `(` on a line of its own says nothing.
+    # Broken inside the outermost call if there is one: a `(` on a line of its own says nothing.
     opening = _closed_last(expression)
     if opening is None:
         return [f"{target} = (", *indented(fill(expression)), ")"]

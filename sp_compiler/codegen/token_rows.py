@@ -1,6 +1,6 @@
 """Computation on rows of tokens instead of 3-d views, so that redundant views are not printed.
 
-A model computes on (batch, sequence, hidden), its matrix products on rows of tokens. In between,
+A model computes on (batch, sequence, hidden), its matmuls on rows of tokens. In between,
 pointwise operators can work on the rows::
 
     c_fc = addmm(...)                      c_fc = addmm(...)
@@ -9,7 +9,7 @@ pointwise operators can work on the rows::
     tanh_2d = view(tanh, (1024, 64))
     c_proj = mm(tanh_2d, w)
 
-Each element is computed from the same elements by the same kernel, in the same order in memory.
+Each element is computed from the same elements by the same kernel, in the same memory order.
 
 The same holds for a split along the last dim whose parts are all reshaped::
 
@@ -51,7 +51,7 @@ def on_token_rows(graph: Graph) -> Graph:
             _split_rows(node)
         elif (rows := _rows(node)) is not None:
             _compute_on_rows(node, rows)
-    # Backwards, for a view may be all that used the view before it.
+    # Backwards, because a view may be the only user of the view before it.
     for node in reversed(list(copy.nodes)):
         if node.target in RESHAPES and not node.users:
             copy.erase_node(node)
@@ -59,7 +59,7 @@ def on_token_rows(graph: Graph) -> Graph:
 
 
 def _skip_view(node: Node) -> None:
-    """``view(view(x, a), b)`` -> ``view(x, b)``, or ``x`` where that has this shape."""
+    """``view(view(x, a), b)`` -> ``view(x, b)``, or ``x`` if that has this shape."""
     source = node.args[0]
     if source.target in RESHAPES:
         source = source.args[0]
@@ -71,13 +71,13 @@ def _skip_view(node: Node) -> None:
 def _rows(node: Node) -> torch.Size | None:
     """Return the shape of the rows that all operands of ``node`` are views of, else ``None``."""
     value = node.meta.get("val")
-    # Numbers that are drawn depend on the shape in which they are drawn.
+    # Random numbers depend on the shape in which they are drawn.
     if not is_tagged_pointwise(node) or draws(node) or not isinstance(value, Tensor):
         return None
     rows: torch.Size | None = None
     for operand in tensor_operands(node):
         shape = operand.meta["val"].shape
-        if not shape:  # a number stands beside rows as well
+        if not shape:  # a scalar broadcasts over rows too
             continue
         source = operand.args[0] if operand.target in RESHAPES else None
         if source is None or not same_shape(shape, value.shape) or not _is_rows(source, shape):
@@ -102,7 +102,7 @@ def _compute_on_rows(node: Node, rows: torch.Size) -> None:
     for operand in dict.fromkeys(tensor_operands(node)):
         if operand.target in RESHAPES:
             node.replace_input_with(operand, operand.args[0])
-    # The view moves behind the operator, where the next one may take the rows in its turn.
+    # The view moves after the operator, so that the next one may work on the rows in turn.
     with node.graph.inserting_after(node):
         args = (node, list(value.shape))
         view = make_like(node.graph, aten.view.default, args, like=node, origin=Pass.CODEGEN)
@@ -125,7 +125,7 @@ def _is_flat_split(node: Node) -> bool:
     along = arguments(node)["dim"] % len(shape)
     if along != len(shape) - 1 or not same_shape(shape[-1:], rows[-1:]):
         return False
-    # A part that is used as it is would have another shape.
+    # A part that is used directly would have another shape.
     uses = [user for part in node.users for user in part.users]
     return all(user.target in RESHAPES for user in uses)
 
@@ -146,8 +146,8 @@ def _retype(node: Node, value: Tensor) -> None:
     """Change the value of ``node`` to rows with the same last dim."""
     num_dims, placement = node.meta["val"].dim(), node.meta.get("placement")
     node.meta["val"] = value
-    # The dim of a placement is one of the old shape; of rows that are several dims in one it has
-    # no true name.
+    # The dim of a placement is one of the old shape; if several dims are merged into rows, it may
+    # have no equivalent.
     if placement is not None and placement.is_sharded:
         del node.meta["placement"]
         if placement.dim == num_dims - 1:

@@ -14,13 +14,13 @@ from typing import Any
 _FRAME = re.compile(r'File "(.+)", line (\d+), in (.*)')
 _TORCH = f"{os.sep}torch{os.sep}"
 _TORCH_MODULES = f"{_TORCH}nn{os.sep}modules{os.sep}"
-# In the order of evaluation, so that the n-th value is the n-th target's.
+# Evaluated in order, so that the n-th value is that of the n-th target.
 _LISTED = (ast.Tuple, ast.List, ast.ListComp, ast.GeneratorExp)
 
 
 @dataclass(frozen=True)
 class Statement:
-    """One that binds names.
+    """A statement that binds names.
 
     Attributes:
         file: its file.
@@ -54,7 +54,7 @@ class Frame:
 
 @functools.lru_cache(maxsize=4096)
 def frames(stack_trace: str) -> tuple[Frame, ...]:
-    """The lines of modules behind a value, outermost first; PyTorch's functions are left out."""
+    """The lines of modules that made a value, outermost first; PyTorch's functions are left out."""
     return tuple(
         Frame(file, int(line))
         for file, line, _ in _FRAME.findall(stack_trace)
@@ -73,7 +73,7 @@ def _bindings(file: str) -> dict[int, Statement | None]:
         return {}
     statements: dict[int, Statement | None] = {}
     for node, function in _statements(tree):
-        if body := getattr(node, "body", None):  # what stands in the head computes too
+        if body := getattr(node, "body", None):  # its head computes too
             statement, end = None, body[0].lineno - 1
         else:
             statement, end = _statement(file, node, function), node.end_lineno or node.lineno
@@ -94,7 +94,7 @@ def _statements(tree: ast.AST, function: ast.AST | None = None) -> Iterator[tupl
 def _statement(file: str, node: ast.stmt, function: ast.AST | None) -> Statement | None:
     target, value = None, getattr(node, "value", None)
     if isinstance(node, ast.Assign):
-        # Of a = b = x the first: both are the same value.
+        # In a = b = x the first: both are the same value.
         target = node.targets[0]
     elif isinstance(node, ast.AnnAssign | ast.AugAssign):
         target = node.target
@@ -108,7 +108,7 @@ def _statement(file: str, node: ast.stmt, function: ast.AST | None) -> Statement
     unpacks = isinstance(target, ast.Tuple | ast.List)
     parts = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
     names = tuple(part.id if isinstance(part, ast.Name) else "" for part in parts)
-    # Of attn_output, attn_weights the second is often only returned, or dropped.
+    # In attn_output, attn_weights = ... the second is often only returned, or dropped.
     later = _computed_with(function, node.end_lineno or node.lineno) if unpacks else set()
     used = tuple(index for index, name in enumerate(names) if name in later)
     return Statement(file, node.lineno, names, unpacks, isinstance(value, _LISTED), used)
@@ -118,7 +118,7 @@ def _computed_with(function: ast.AST | None, line: int) -> set[str]:
     """Return names that ``function`` uses after ``line`` other than to return them."""
     names: set[str] = set()
     pending = [function] if function is not None else []
-    for node in pending:  # which grows
+    for node in pending:  # grows meanwhile
         if getattr(node, "end_lineno", line + 1) <= line:
             continue
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):

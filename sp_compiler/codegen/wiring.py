@@ -12,7 +12,7 @@ from sp_compiler.ir.program import Call, Program
 _HEAD = (
     "A step runs this from top to bottom, and the backward of each call from bottom to top.",
     "Parameters and buffers are left out; gradients of parameters that are R are summed over tp",
-    "behind the backward.",
+    "after the backward.",
     "",
 )
 
@@ -25,7 +25,7 @@ def wiring(
     """Return how the calls of ``program`` are chained, as lines of Python in a comment.
 
     Args:
-        regions: of the program.
+        regions: regions of the program.
         value_names: by the name of a region, the names that its nodes have in the text.
     """
     outputs = {}
@@ -68,7 +68,7 @@ def _named(program: Program, outputs: Mapping[str, Sequence[str]]) -> dict[tuple
     returned = program.call_outputs.values()
     last_use.update(((ref.index, ref.output), len(program.calls)) for ref in returned)
     names: dict[tuple[int, int], str] = {}
-    # By name, the call after which it is free again.
+    # By name, the index of the call after which it is free again.
     taken: dict[str, int] = {}
     for index, call in enumerate(program.calls):
         for output, wanted in enumerate(outputs[call.region.name]):
@@ -77,6 +77,6 @@ def _named(program: Program, outputs: Mapping[str, Sequence[str]]) -> dict[tuple
             )
             name = next(each for each in candidates if taken.get(each, -1) <= index)
             names[index, output] = name
-            # A result that nobody reads keeps its name to itself in its own statement.
+            # A result that nothing reads keeps its name to itself in its own statement.
             taken[name] = max(last_use.get((index, output), index), index + 1)
     return names

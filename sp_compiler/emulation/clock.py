@@ -61,7 +61,7 @@ class VirtualClock:
         self._now_us = self._link_free_us = 0.0
         # CPU time of the thread: another process on the machine must not lengthen the step.
         self._read_s = time.thread_time()
-        # In place, for a user may hold them.
+        # In place, because a user may hold them.
         for times_us in (self.computed_us, self.busy_us, self.exposed_us):
             times_us.update(dict.fromkeys(PHASES, 0.0))
 
@@ -86,7 +86,7 @@ class VirtualClock:
     def wait_until(self, arrival: Arrival) -> None:
         """Advance the clock to ``arrival``, if that is in the future."""
         if arrival.num_resets != self._num_resets:
-            return  # a time that was counted from another beginning
+            return  # a time from before a reset
         missing_us = arrival.end_us - self.now_us()
         if missing_us > 0:
             self._now_us += missing_us

@@ -36,7 +36,7 @@ def emulated_group(
     """Emulate rank 0 of ``world_size`` ranks in one process, with collectives on a virtual clock.
 
     Inside, ``compile(model, tp=world_size)`` returns a module that computes what one rank would if
-    all other ranks had the same part of the parameters. Its numbers are not the model's; its
+    all other ranks had the same part of the parameters. Its results are not the model's; its
     shapes, its order of operators and its times are those of a rank. The clock shows how much of
     the communication is exposed:
 
@@ -49,9 +49,9 @@ def emulated_group(
     Times are calculated, so that other work on the machine does not disturb them. A collective
     starts when it is issued, or when the previous one ends; it takes its latency plus its bytes
     divided by the link's rate, and a wait before its end advances the clock to that end.
-    All-gathers, reduce-scatters and all-reduces of any module or library are timed, also those of
-    subgroups. Broadcasts, scatters and barriers take no time; other collectives raise an error in
-    torch. The operators inside functions compiled by ``backend="inductor"`` are invisible: with
+    All-gathers, reduce-scatters and all-reduces of any module or library are timed, including those
+    of subgroups. Broadcasts, scatters and barriers take no time; other collectives raise an error
+    in torch. The operators inside functions compiled by ``backend="inductor"`` are invisible: with
     "modelled" only the operators left to torch take time.
 
     Args:
@@ -106,7 +106,7 @@ def emulated_group(
 @cache
 def _register() -> None:
     def create(options: Any, clock: VirtualClock | None) -> EmulatedGroup:
-        # Groups within the group share its link.
+        # Subgroups share the link.
         if clock is None:
             world = dist.group.WORLD
             assert isinstance(world, EmulatedGroup)
@@ -177,7 +177,7 @@ class EmulatedGroup(dist.ProcessGroup):
     def _reduce_scatter_base(self, output: Tensor, sent: Tensor, options: Any) -> _Transfer:
         return self.reduce_scatter_tensor_coalesced([output], [sent], options)
 
-    # By these names ``torch.distributed`` calls the two from torch 2.13 on.
+    # From torch 2.13 on, ``torch.distributed`` calls the two by these names.
 
     def all_gather_single(self, output: Tensor, sent: Tensor, options: Any = None) -> _Transfer:
         return self._allgather_base(output, sent, options)
@@ -225,7 +225,7 @@ class EmulatedGroup(dist.ProcessGroup):
         output.view(self._num_ranks, -1).copy_(part.reshape(1, -1).expand(self._num_ranks, -1))
 
     def _reduce(self, tensor: Tensor, options: Any) -> None:
-        # Of equal values the sum is a multiple, and these are the value.
+        # The sum of equal values is a multiple; the other reductions return the value itself.
         if options.reduceOp == dist.ReduceOp.SUM:
             tensor.mul_(self._num_ranks)
         elif not any(options.reduceOp == each for each in _OF_EQUALS_THE_VALUE):
@@ -244,7 +244,7 @@ class EmulatedGroup(dist.ProcessGroup):
         # Rates of links are per byte of the global tensor: what a gather yields, a scatter takes.
         num_bytes = sum(each.numel() * each.element_size() for each in full or results)
         time_us = collective_us(num_bytes, kind, self._num_ranks, self.clock.hardware)
-        # Started before the copies, which are not the rank's work: a link would do them.
+        # Started before the copies, which are the link's work, not the rank's.
         arrival = self.clock.start(time_us)
         fill()
         self.clock.forget_since_look()

@@ -15,7 +15,7 @@ from sp_compiler.cost.hardware import kernel_us
 from sp_compiler.cost.node_cost import operator_flops, tensor_bytes
 from sp_compiler.emulation.clock import VirtualClock
 
-# They run no kernel: memory is handed out without being touched.
+# They run no kernel: memory is allocated without being written.
 _ALLOCATIONS = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 
 
@@ -41,7 +41,7 @@ class OperatorTimes(TorchDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        # Fake and functional tensors belong to the compilation, which is no part of a step.
+        # Fake and functional tensors belong to the compilation, which is not part of a step.
         if types:
             return result
         if func.namespace == "aten" and func.overloadpacket.__name__ not in _ALLOCATIONS:

@@ -22,7 +22,7 @@ class TracingRank(Communicator):
 
     def __init__(self, rank: Tensor, world_size: int) -> None:
         super().__init__(None, rank, world_size, _NoLink())
-        # Of all functions that are traced with it, for they have equal calls.
+        # Shared by all functions that are traced with it, because they have equal calls.
         self.inlining = Inlining(world_size)
 
 
@@ -40,18 +40,18 @@ class _NoLink:
 
 
 class Fused:
-    """``function(tp, *arguments)``, compiled by Inductor, or run as generated if that fails.
+    """``function(tp, *arguments)``, compiled by Inductor, or run uncompiled if that fails.
 
     The first call, with a :class:`TracingRank` and fake tensors, traces it to a graph, whose sizes
     are open where those of the fake tensors are. :meth:`compile`, or the first call with real
     tensors, compiles it.
 
     Attributes:
-        name: of the function.
-        reason: why it runs as generated; "" if it is compiled.
+        name: name of the function.
+        reason: why it runs uncompiled; "" if it is compiled.
         is_rare: whether the usual training step does not call it.
-        before_first_call: called with real tensors at hand, to compile it on all ranks or on none.
-        runs_as_written: whether all functions run as generated, compiled or not.
+        before_first_call: called before it first runs, to compile it on all ranks or on none.
+        runs_as_written: whether all functions run as generated, even if they are compiled.
     """
 
     runs_as_written: ClassVar[bool] = False
@@ -65,7 +65,7 @@ class Fused:
         self._traced: Traced | None = None
         self._kernels: Callable[[list[Any]], Sequence[Any]] | None = None
         self._shares_memory: bool | None = None  # known from the first run on
-        # By rank and device: a tensor of the rank for every call would be a kernel more.
+        # By rank and device: making a tensor of the rank for every call would cost a kernel.
         self._rank_tensors: dict[tuple[int, torch.device], Tensor] = {}
 
     def __call__(self, tp: Communicator, *arguments: Any) -> Any:
@@ -73,7 +73,7 @@ class Fused:
             try:
                 self._traced = trace(self._function, tp, arguments, tp.inlining)
                 return self._traced.results
-            except Exception as error:  # of torch: whatever operator it cannot trace or decompose
+            except Exception as error:  # from torch: an operator that it cannot trace or decompose
                 self.run_as_written(first_line(error))
                 return self._function(tp, *arguments)
         if self.runs_as_written:
@@ -91,18 +91,18 @@ class Fused:
         return self._traced is not None
 
     def run_as_written(self, reason: str) -> None:
-        """Do not compile it; run the code as generated."""
+        """Do not compile it; run the generated code."""
         self.reason = reason
         self._traced = self._kernels = None
 
     def compile(self) -> str:
-        """Compile the graph if it is not compiled yet; return why it runs as generated, or ""."""
+        """Compile the graph if it is not compiled yet; return why it runs uncompiled, or ""."""
         if self._traced is not None and self._kernels is None:
             try:
                 self._kernels = compile_graph(self._traced)
             except Exception as error:  # Inductor's, or the C++ compiler's
                 self.run_as_written(first_line(error))
-                warn(f"{self.name} runs as written, for Inductor cannot compile it: {self.reason}")
+                warn(f"{self.name} runs uncompiled because Inductor failed: {self.reason}")
         return self.reason
 
     def _run(self, rank: int | Tensor, arguments: Sequence[Any]) -> Sequence[Any]:
@@ -119,7 +119,7 @@ class Fused:
             values.insert(0, self._rank_beside(values, rank, traced.fakes[0].device))
         if self._shares_memory is False:
             return kernels(values)
-        results = kernels(list(values))  # which takes them out of the list
+        results = kernels(list(values))  # which empties the list
         views = _as_views(results, values)
         pairs = zip(views, results, strict=True)
         self._shares_memory = any(view is not result for view, result in pairs)
@@ -128,7 +128,7 @@ class Fused:
     def _rank_beside(
         self, values: Sequence[Any], rank: int | Tensor, traced_on: torch.device
     ) -> Tensor:
-        # A function may take sizes, or nothing but the rank: then it is where it was traced.
+        # A function may take only sizes, or only the rank: then use the device of the trace.
         devices = (value.device for value in values if isinstance(value, Tensor))
         device = next((each for each in devices if each.type == traced_on.type), traced_on)
         if isinstance(rank, Tensor):
@@ -141,9 +141,9 @@ class Fused:
 
 @contextlib.contextmanager
 def as_written() -> Iterator[None]:
-    """Context in which all functions run as generated: in other dtypes than they were traced in,
-    which kernels would read as theirs."""
-    # Of all threads: backward on a GPU has its own.
+    """Context in which all functions run as generated: for dtypes other than those of the trace,
+    which kernels would misread."""
+    # For all threads: backward on a GPU has its own.
     before, Fused.runs_as_written = Fused.runs_as_written, True
     try:
         yield
@@ -152,10 +152,10 @@ def as_written() -> Iterator[None]:
 
 
 def _as_views(results: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
-    """Return the results, those in memory of an argument or an earlier result as views of it.
+    """Return the results; those that share memory with an argument or an earlier result as views.
 
-    To Inductor they are tensors of their own, with a version of their own: a change of the one in
-    place would not be noticed where autograd has saved the other.
+    Inductor returns them as separate tensors with separate version counters: autograd would not
+    notice an in-place change of one where it has saved the other.
     """
     views: list[Any] = []
     owners: dict[int, Tensor] = {}

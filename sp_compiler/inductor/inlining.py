@@ -1,8 +1,8 @@
-"""Operators whose numbers depend on places, such as dropout, in graphs for Inductor.
+"""Operators whose values depend on positions, such as dropout, in graphs for Inductor.
 
-Each is a node first, which is then replaced by the graph of its kernel. A kernel has some 80
-operators, and takes longer to trace than all else of a layer: equal calls, of which forward and
-backward of a layer have many, share one trace.
+Each is first a node, which is then replaced by the graph of its kernel. A kernel has some 80
+operators, and takes longer to trace than all the rest of a layer. So equal calls, of which forward
+and backward of a layer have many, share one trace.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def with_nodes(tp: Communicator) -> Communicator:
     """Make each placed operator that is called on ``tp`` a node of the trace; return ``tp``."""
     for operator in OPERATORS.values():
         if operator.placed:
-            setattr(tp, operator.name, operator.overload)  # in front of the method, its kernel
+            setattr(tp, operator.name, operator.overload)  # shadows the method, its kernel
     return tp
 
 
@@ -59,8 +59,8 @@ class Inlining:
             values = dict(zip(inputs, [rank, *node.all_input_nodes], strict=True))
             with graph.inserting_before(node):
                 (result,) = graph.graph_copy(body, values)
-            # Not that of the shared trace: a later trace would take results of equal calls for one
-            # tensor. A kernel's result is a tensor of its own, as this one is.
+            # Not the value of the shared trace: a later trace would take results of equal calls for
+            # one tensor. A kernel's result is a new tensor, as this one is.
             result.meta["val"] = node.meta["val"]
             node.replace_all_uses_with(result)
             graph.erase_node(node)

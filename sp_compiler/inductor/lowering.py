@@ -27,21 +27,21 @@ from sp_compiler.ops.communicator import Communicator
 
 _aten = torch.ops.aten
 _PINNED = {
-    # Its default moves what is recomputed, and what waits for a collective, to other places.
+    # Its default moves recomputation, and waits for collectives, to other places.
     "reorder_for_peak_memory": False,
     "reorder_for_compute_comm_overlap": False,
     # Quotients and results of 16 bits are rounded where eager code rounds them.
     "eager_numerics.division_rounding": True,
     "emulate_precision_casts": True,
-    # torch.rand and its like would be drawn otherwise than in eager code (pytorch#198333).
+    # torch.rand and the like would draw other numbers than in eager code (pytorch#198333).
     "fallback_random": True,
-    # A chain of this many operators is computed twice instead of stored: the hash of an element of
-    # a mask has 50, which the default cuts in two passes over memory.
+    # A chain of up to this many operators is computed twice instead of stored: the hash of a mask
+    # element has 50, which the default would split into two passes over memory.
     "realize_opcount_threshold": 64,
-    # The hash behind the masks overflows, which C++ leaves undefined for signed numbers: without
-    # -fwrapv gcc draws other masks than eager code. No setting adds a flag; this one ends up in the
-    # command line as it is, and in the key of the cache. So does the number of what is mended here,
-    # which nobody reads: kernels from before a mend are in caches. Raise it with each mend.
+    # The hash that draws masks overflows, which is undefined for signed integers in C++: without
+    # -fwrapv gcc draws other masks than eager code. No setting adds a compiler flag; this one is
+    # copied to the command line and to the cache key. So is the number of fixes in this module,
+    # which no code reads: caches may have kernels from before a fix. Raise it with each fix.
     "cpp.enable_floating_point_contract_flag": "off -fwrapv -DSP_COMPILER_MENDS=2",
 }
 
@@ -90,8 +90,8 @@ def trace(
     """Trace ``function(tp, *arguments)`` with fake tensors, one of them the rank.
 
     The graph has no mutation and none of our custom operators, whose kernels are traced through;
-    ``inlining`` has graphs of some, for tensors of this fake tensor mode. It reads every argument
-    from a placeholder of its own, for real ones may differ where fake ones are one tensor.
+    ``inlining`` has graphs of some, for tensors of this fake tensor mode. Every argument has a
+    placeholder of its own, because real arguments may differ where the fake ones are one tensor.
     """
     # The decomposition of a maximum pool reads ``torch._inductor.lowering`` without importing it.
     import torch._inductor.lowering
@@ -105,17 +105,17 @@ def trace(
         for place, value in zip(places, values, strict=True):
             given[place] = value
         on_rank = Communicator(None, rank, tp.world_size)
-        # Open sizes are symbols of one trace, whose places in another nobody would know.
+        # Open sizes are symbols of one trace, which another trace could not map to its own.
         result = function(on_rank if is_open else with_nodes(on_rank), *given)
         several = isinstance(result, tuple)
         return list(result) if several else [result]
 
-    # Of two arguments that are one object, the graph would read one for both.
+    # If two arguments are one object, the graph would read one placeholder for both.
     values = _each_its_own([tp.rank, *[arguments[place] for place in places]])
     mode = detect_fake_mode(values)
     assert mode is not None
     # With open sizes operators must decompose in Python, where sizes may be symbols; with fixed
-    # ones they do so in C++, which is quicker.
+    # ones they do so in C++, which is faster.
     is_open = any(isinstance(x, torch.SymInt) or x._has_symbolic_sizes_strides for x in values)
 
     def traced(function: Callable[..., Any], *values: Any) -> GraphModule:
@@ -124,7 +124,7 @@ def trace(
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        # Nobody runs the graph as Python code: only the key of Inductor's cache needs its text.
+        # The graph never runs as Python code: only the key of Inductor's cache needs its text.
         stack.enter_context(_use_lazy_graph_module(True))
         if is_open:
             stack.enter_context(enable_python_dispatcher())
@@ -153,8 +153,8 @@ def _decompositions() -> Mapping[Any, Callable[..., Any]]:
 def _with_kept_statistics(norm: Callable[..., Any]) -> Callable[..., Any]:
     """Return the norm with statistics of the dtype that the CPU's kernel gives them.
 
-    Torch's rounds them to 16 bits if the input has so many, also where weights of 32 bits, as under
-    autocast, let the kernel keep 32; which the kernel of the gradient then insists on.
+    Torch's decomposition rounds them to 16 bits if the input has 16, even if weights of 32 bits, as
+    under autocast, make the kernel keep 32, which the kernel of the gradient then requires.
     """
 
     @functools.wraps(norm)
@@ -186,10 +186,10 @@ def compile_graph(traced: Traced) -> Callable[[list[Any]], Sequence[Any]]:
     from torch._inductor.compile_fx import compile_fx_inner
 
     output = traced.module.graph.output_node()
-    # Whoever reads a result relies on the strides that it has in eager code.
+    # Users of a result rely on the strides that it has in eager code.
     output.meta["user_visible_output_idxs"] = range(len(output.args[0]))
     if traced.mode.shape_env is None:
-        # The cache asks it for the guards of an entry, and passes a graph by that has none to ask.
+        # The cache asks it for the guards of an entry, and skips a graph that has none to ask.
         traced.mode.shape_env = ShapeEnv()
     context = tracing(TracingContext(traced.mode))
     settings = context, config.patch(_PINNED), shortcuts()
@@ -204,8 +204,8 @@ def compile_graph(traced: Traced) -> Callable[[list[Any]], Sequence[Any]]:
 def _own_values_read_first() -> Iterator[None]:
     """Context in which ``index_put`` does not write into the tensor that it takes its values from.
 
-    Inductor lets it do so if nothing behind it reads the old numbers, and does not see that it
-    still reads them itself: rows that are added to others of their tensor would be added twice.
+    Inductor lets it do so if nothing after it reads the old values, and does not see that the
+    operator itself still reads them: rows that are added to other rows would be added twice.
     """
     from torch._inductor.fx_passes.reinplace import inplaceable_ops
 
@@ -224,11 +224,11 @@ def _reads_other_memory(node: Node) -> bool:
 
 @contextlib.contextmanager
 def _written_values_awaited() -> Iterator[None]:
-    """Context in which whoever reads what is written in place runs behind that.
+    """Context in which readers of what is written in place run after the write.
 
-    To fuse loops over other sizes, Inductor's C++ backend finds anew what an operator reads, and
-    forgets that it is what a scatter has made of a buffer: it reads the buffer as it was before
-    (https://github.com/pytorch/pytorch/pull/185873). Torch 2.11 also forgets what it must wait for.
+    To fuse loops over different sizes, Inductor's C++ backend recomputes what an operator reads,
+    and loses that it is the result of a scatter into a buffer: it reads the buffer as it was before
+    (https://github.com/pytorch/pytorch/pull/185873). Torch 2.11 also loses what it must wait for.
     """
     from torch._inductor.dependencies import Dep, StarDep, WeakDep
     from torch._inductor.scheduler import SchedulerNode
@@ -249,16 +249,16 @@ def _written_values_awaited() -> Iterator[None]:
 
 
 def _arrangement(fake: Any) -> Callable[[Tensor], Tensor] | None:
-    """Return what puts the dims of a tensor in ``fake``'s order in memory, by a copy if need be.
+    """Return a function that gives a tensor the memory layout of ``fake``, by a copy if need be.
 
-    It also has ``fake``'s dtype then: a function that runs as written may return other ones than
-    its fake kernels say, and kernels would take the memory for what they were compiled for.
+    It also gives it ``fake``'s dtype: a function that runs uncompiled may return another one than
+    its fake kernels say, and kernels would misread the memory.
     """
     if not isinstance(fake, Tensor):
         return None
     dtype = fake.dtype
     if fake.is_contiguous():
-        # A call that does nothing takes as long as one that does.
+        # The dtype is compared first: a call that does nothing takes as long as any other.
         return lambda x: (x if x.dtype is dtype else x.to(dtype)).contiguous()
     order = sorted(range(fake.dim()), key=lambda dim: -example_number(fake.stride(dim)))
     if not fake.permute(order).is_contiguous():

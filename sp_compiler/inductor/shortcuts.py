@@ -1,4 +1,4 @@
-"""Work that Inductor repeats and that need not be: the code that it writes stays the same."""
+"""Shortcuts for work that Inductor repeats needlessly; the code that it generates is the same."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def shortcuts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def types_listed_once() -> Iterator[None]:
-    """Context in which Inductor lists the types that operators return once.
+    """Context in which Inductor lists the types that operators return only once.
 
-    It has one object for them, and fills that anew for every operator of every loop that it
-    writes. The 50 operators of a mask make that a fifth of its Python time.
+    It has one object for them, and refills that for every operator of every loop that it
+    generates. With the 50 operators of a mask, that is a fifth of its Python time.
     """
     from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
 
@@ -52,10 +52,10 @@ def types_listed_once() -> Iterator[None]:
 
 @contextlib.contextmanager
 def equal_bounds_kept() -> Iterator[None]:
-    """Context in which the intersection of a range of numbers with an equal one is that range.
+    """Context in which the intersection of a range of values with an equal one is that range.
 
     Inductor asks for it at every reuse of a value, and lets SymPy find the minimum of two equal
-    numbers, for as long as the rest of the writing takes.
+    numbers, which takes as long as the rest of code generation.
     """
     from torch.utils._sympy.value_ranges import ValueRanges
 
@@ -70,10 +70,10 @@ def equal_bounds_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def vector_units_tried_once() -> Iterator[None]:
-    """Context in which Inductor tries the vector units of a CPU once for its cache on disk.
+    """Context in which Inductor tests the vector units of a CPU once for its cache on disk.
 
     It does so in every process: for each unit another process loads a library, which for a program
-    whose kernels are in the cache takes as long as everything else. Here what has passed is noted
+    whose kernels are in the cache takes as long as everything else. Here a passed test is recorded
     in the cache, by the unit's code and flags, the compiler and torch.
     """
     from torch._inductor.cpu_vec_isa import VecISA, _get_isa_dry_compile_fingerprint
@@ -96,11 +96,11 @@ def vector_units_tried_once() -> Iterator[None]:
 
 @contextlib.contextmanager
 def header_compiled_once() -> Iterator[None]:
-    """Context in which Inductor looks once for its cache on disk how torch's header reads.
+    """Context in which Inductor preprocesses torch's header once for its cache on disk.
 
-    It preprocesses the header, which a vector unit's flags change, in every process, to find its
-    compiled form. Here the place of that is noted in the cache, by the flags, the compiler and
-    torch, of whose parts the header consists.
+    It does so in every process, with the flags of a vector unit, to find the compiled form of the
+    header. Here the place of that is recorded in the cache, by the flags, the compiler and torch,
+    whose files the header includes.
     """
     from torch._inductor import codecache
     from torch._inductor.codecache import write_atomic
@@ -115,7 +115,7 @@ def header_compiled_once() -> Iterator[None]:
         if note.exists() and Path(place := note.read_text(encoding="utf-8")).exists():
             return place
         place = compile_header(header, command, **settings)
-        # In one step: another process may read it meanwhile.
+        # Atomically: another process may read it meanwhile.
         write_atomic(str(note), place)
         return place
 
@@ -127,7 +127,7 @@ def header_compiled_once() -> Iterator[None]:
 def keys_unexplained() -> Iterator[None]:
     """Context in which Inductor explains the key of a graph only to a log or ``TORCH_TRACE``.
 
-    The explanation hashes every part of the graph for itself, and takes as long as the key.
+    The explanation hashes every part of the graph separately, and takes as long as the key.
     """
     from torch._inductor.codecache import FxGraphCachePickler
 
@@ -146,8 +146,8 @@ def keys_unexplained() -> Iterator[None]:
 def triton_hashed_where_it_runs() -> Iterator[None]:
     """Context in which Inductor hashes Triton, half a gigabyte, only for a device that runs it.
 
-    It does so in every process, and where there is no such device goes on without the hash: the
-    key of a graph is the same.
+    It does so in every process, and does without the hash where there is no such device: the key
+    of a graph is the same.
     """
     from torch._inductor.runtime import triton_compat
 
@@ -159,7 +159,7 @@ def triton_hashed_where_it_runs() -> Iterator[None]:
 
 
 def _note(kind: str, facts: str) -> Path:
-    """Return the file of Inductor's cache that notes something of these ``facts``."""
+    """Return the file of Inductor's cache that records something about these ``facts``."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return Path(cache_dir(), f"{kind}_{hashlib.sha256(facts.encode()).hexdigest()}")

@@ -1,4 +1,4 @@
-"""Operators that put several results together in one tensor, in place."""
+"""Operators that combine several results in one tensor, in place."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def _fake_total(total: Tensor, *rest: Any) -> Tensor:
 
 
 def _type_alike(args: Arguments, world_size: int) -> Sequence[Typing]:
-    """The total and what is put in it are placed alike."""
+    """The total and what is put into it have the same placement."""
     # Along a dim that is written a rank would need to know where its own part begins.
     dims = [dim for dim in range(args["total"].meta["val"].dim()) if dim != args.get("dim")]
     return [((kind, kind), (kind,)) for kind in (R, P, *map(S, dims))]
 
 
 def _type_product(args: Arguments, world_size: int) -> Sequence[Typing]:
-    """Return the product's placements; a sum of equally placed values is placed as they are."""
+    """Return the product's placements; a sum of equally placed values keeps their placement."""
     return [
         ((R, R, R), (R,)),
         ((S(0), S(0), R), (S(0),)),
@@ -59,7 +59,7 @@ def _in_place(
     operands: str,
     typings: Callable[[Arguments, int], Sequence[Typing]],
 ) -> Operator:
-    """Register an operator that writes ``operands`` into a tensor, called as its kernel is."""
+    """Register an operator that writes ``operands`` into a tensor, named after its kernel."""
     return register(
         Operator(
             name=kernel.__name__,

@@ -1,10 +1,9 @@
 """Losses over all alignments of a sequence with a shorter one (connectionist temporal
 classification, Graves et al. 2006).
 
-PyTorch's operator returns, beside the losses, a table for its backward whose size depends on the
-numbers in the lengths, so that no graph can have it. This one returns the losses alone, and its
-backward fills the table again: T x N x (2 S + 1) additions, next to nothing beside the model in
-front of it.
+PyTorch's operator also returns a table for its backward, whose size depends on the values of the
+lengths, so that no graph can contain it. This one returns only the losses, and its backward
+computes the table again: T x N x (2 S + 1) additions, negligible next to the model before it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from sp_compiler.ops.registry import Arguments, Gradient, Operator, Typing, regi
 
 _aten, _sp = torch.ops.aten, torch.ops.sp_compiler
 LEFT_OUT = torch.iinfo(torch.int32).min
-"""In the place of a label that a mask has left out."""
+"""Replaces a label that a mask has left out."""
 
 
 def ctc_loss(
@@ -37,8 +36,8 @@ def ctc_loss(
     """Loss (n,) of each sequence.
 
     ``log_probs`` (t, n, c), and the lengths (n,), are replicated, like ``targets``: (n, s), padded
-    behind each length, or all one behind the other in one dim, without those that are LEFT_OUT.
-    Every rank computes all of it; ``world_size``, 1 in what a model is captured as, says nothing.
+    after each length, or all concatenated in one dim, where those that are LEFT_OUT do not count.
+    Every rank computes all of it; ``world_size``, 1 in a captured model, has no effect.
     """
     given = log_probs, _without_rest(targets), input_lengths, target_lengths
     losses, _ = _table(*given, blank, zero_infinity)
@@ -60,7 +59,7 @@ def ctc_loss_backward(  # noqa: PLR0913 - those of the operator
     given = log_probs, _without_rest(targets), input_lengths, target_lengths
     table = _table(*given, blank, zero_infinity)
     result = _aten._ctc_loss_backward.Tensor(grad, *given, *table, blank, zero_infinity)
-    # The kernel's has the strides of the scores, which models transpose.
+    # The kernel's result has the strides of the scores, which models transpose.
     return result.contiguous()
 
 
@@ -70,7 +69,7 @@ def _table(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _without_rest(targets: Tensor) -> Tensor:
-    # What is left must be as many as the lengths say: the kernel raises an error otherwise.
+    # The number of remaining labels must match the lengths: else the kernel raises an error.
     return targets[targets != LEFT_OUT] if targets.dim() == 1 else targets
 
 
@@ -98,8 +97,8 @@ def _typings(args: Arguments, world_size: int) -> Sequence[Typing]:
 
 def _table_bytes(args: Arguments, result: Any) -> int:
     log_probs, targets = (args[name].meta["val"] for name in ("log_probs", "targets"))
-    # Of targets in one dim the longest sequence is unknown; where a mask has chosen them of padded
-    # ones, it is at most as long as these.
+    # For targets in one dim the longest sequence is unknown; if a mask has selected them from
+    # padded ones, it is at most as long as these.
     sequences = log_probs.shape[1]
     longest = targets.shape[-1] if targets.dim() == 2 else -(-targets.shape[0] // sequences)
     states = log_probs.shape[0] * sequences * (2 * longest + 1)

@@ -1,9 +1,9 @@
-"""A matrix product and the collective in front of it or behind it, as one operator.
+"""A matmul and the collective before or after it, as one operator.
 
-On ranks whose memory is reachable for each other (torch's symmetric memory, over NVLink) the
-product of one rank's rows is computed while those of the next are on their way: asynchronous tensor
-parallelism (Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition",
-ASPLOS). Anywhere else, also on simulated and emulated ranks, the two run one after the other.
+If ranks can access each other's memory (torch's symmetric memory, over NVLink), the matmul of one
+rank's rows runs while those of the next are in flight: asynchronous tensor parallelism (Wang et al.
+2023, "Overlap Communication with Dependent Computation via Decomposition", ASPLOS). Anywhere else,
+and on simulated and emulated ranks, the two run one after the other.
 
 :mod:`sp_compiler.passes.async_tp` puts these operators into forwards.
 """
@@ -33,7 +33,7 @@ def all_gather_matmul(tp: Communicator, shard: Tensor, factors: Sequence[Tensor]
     if group is None:
         gathered = tp.all_gather(shard, "S(0)", "R")
         return [gathered, *(torch.mm(gathered, factor) for factor in factors)]
-    # They take streams and memory of the current device, which need not be that of the tensors.
+    # They use streams and memory of the current device, which need not be that of the tensors.
     with torch.cuda.device_of(shard):
         gathered, products = _kernels().fused_all_gather_matmul(
             shard.contiguous(), list(factors), 0, group
@@ -42,7 +42,7 @@ def all_gather_matmul(tp: Communicator, shard: Tensor, factors: Sequence[Tensor]
 
 
 def matmul_reduce_scatter(tp: Communicator, x: Tensor, factor: Tensor) -> Tensor:
-    """Sum ``x @ factor`` over the ranks, of ``x`` (n, k/t) and ``factor`` (k/t, m); returns this
+    """Sum ``x @ factor`` over the ranks, for ``x`` (n, k/t) and ``factor`` (k/t, m); returns this
     rank's rows (n/t, m)."""
     group = tp.symmetric_memory_group(x)
     if group is None:
@@ -53,10 +53,10 @@ def matmul_reduce_scatter(tp: Communicator, x: Tensor, factor: Tensor) -> Tensor
 
 
 def workspaces() -> list[Tensor]:
-    """Return the memory through which the kernels have moved rows so far, one tensor a group.
+    """Return the memory through which the kernels have moved rows so far, one tensor per group.
 
-    A call that needs more takes the place of the tensor by a larger one; what recorded the kernels
-    must hold the one that they go on to use.
+    A call that needs more replaces the tensor by a larger one; whatever has recorded the kernels
+    must keep the one that they use.
     """
     symmetric_memory = sys.modules.get("torch.distributed._symmetric_memory")
     if symmetric_memory is None:  # no kernel has run
@@ -67,7 +67,7 @@ def workspaces() -> list[Tensor]:
 
 def _kernels() -> Any:
     """Torch's operators on symmetric memory."""
-    # Importing this registers them; here, so that only who runs them depends on it.
+    # Importing this registers them; done here, so that only users of the kernels depend on it.
     import torch.distributed._symmetric_memory
 
     return torch.ops.symm_mem
@@ -84,7 +84,7 @@ def _fake_scattered(x: Tensor, factor: Tensor, world_size: int) -> Tensor:
 
 
 def _type_gathered(args: Arguments, world_size: int) -> Sequence[Typing]:
-    """A product is placed as its factor is: replicated, or in columns."""
+    """A product is placed like its factor: replicated, or sharded by columns."""
     ways = itertools.product((R, S(1)), repeat=len(args["factors"]))
     return [((S(0), *columns), (R, *columns)) for columns in ways]
 
@@ -124,7 +124,7 @@ MATMUL_REDUCE_SCATTER = register(
         fake=_fake_scattered,
         typings=_type_scattered,
         collectives=_scatter,
-        # What a rank sends: the whole product of its own part.
+        # What a rank sends: the entire product of its own part.
         scratch_bytes=_product_bytes,
         pipelined=True,
     )

@@ -1,7 +1,7 @@
 """Attention with a mask and dropout as one operator.
 
 On a GPU one kernel computes it without scores in memory (:mod:`sp_compiler.ops.gpu.attention`); the
-operators below are what it stands for, on any device and for simulated ranks. The softmax is taken
+operators below are its definition, for any device and for simulated ranks. The softmax is taken
 over all keys that the mask allows, and dropout applied to what it returns::
 
     probs = softmax(where(mask, scale * query @ key^T, -inf))
@@ -48,18 +48,18 @@ def dropout_attention(  # noqa: PLR0913 - those of the operator
     """Return the context (b, a, s, w) and the logsumexp of the scores (b, a, s).
 
     Args:
-        tp: whose rank it is.
+        tp: communicator of this rank.
         query: (b, a, s, d).
         key: (b, a, l, d).
         value: (b, a, l, w).
         mask: bool, broadcast to (b, a, s, l): True where a query sees a key; ``None``: everywhere.
         seed: 0-dim int64; ``None`` for no dropout.
-        scale: of the products of queries and keys.
-        p, site, dim, world_size, first_row, padding: of :func:`~sp_compiler.ops.dropout.dropout`,
-            for the probabilities (b, a, s, l); they say nothing without ``seed``.
+        scale: factor of the products of queries and keys.
+        p, site, dim, world_size, first_row, padding: as for
+            :func:`~sp_compiler.ops.dropout.dropout`, for the probabilities (b, a, s, l); without ``seed`` they have no effect.
 
-    Queries lie in memory before heads, as (b, s, a, w): to merge the heads takes no copy. The
-    logsumexp is in float32, or float64 with ``query``.
+    In memory, queries come before heads, as (b, s, a, w), so that merging the heads takes no copy.
+    The logsumexp is float32, or float64 if ``query`` is.
     """
     place = p, site, dim, world_size, first_row, padding
     if (kernels := _kernels(tp, query)) is not None:
@@ -107,7 +107,7 @@ def dropout_attention_backward(  # noqa: PLR0913 - those of the operator
     grad_probs = torch.matmul(grad, value.transpose(-2, -1)).to(probs.dtype)
     if seed is not None:
         dropped, grad_probs = (dropout(tp, x, seed, *place) for x in (probs, grad_probs))
-    # What each row of probabilities, times its gradient, sums to: with dropout, too.
+    # The sum of each row of probabilities times its gradient: with dropout, too.
     total = (grad.to(probs.dtype) * context).sum(-1, keepdim=True)
     grad_scores = (probs * (grad_probs - total) * scale).to(query.dtype)
     grads = (
@@ -139,12 +139,12 @@ def _scores(query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> Te
 
 
 def _probabilities(scores: Tensor, logsumexp: Tensor) -> Tensor:
-    # Of a query without any key: 0. (Not the exponential of scores less ``logsumexp``, of which
-    # large scores have few digits.)
+    # 0 for a query without any key. (Not the exponential of scores less ``logsumexp``, a difference
+    # in which large scores leave few digits.)
     return scores.softmax(-1).masked_fill((logsumexp == -math.inf).unsqueeze(-1), 0.0)
 
 
-# What a graph knows of them.
+# What graphs need to know about them.
 
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -189,7 +189,7 @@ def _type_backward(args: Arguments, world_size: int) -> Sequence[Typing]:
 
 
 def _typings(args: Arguments, world_size: int) -> list[tuple[Placement, tuple[Placement, ...]]]:
-    """Return the placements of what has samples and heads, each with those of mask and seed."""
+    """Return placements of tensors with samples and heads, each with those of mask and seed."""
     seed = [R] if args["seed"] is not None else []
     masks = [] if args["mask"] is None else [args["mask"]]
     typings: list[tuple[Placement, tuple[Placement, ...]]] = []
@@ -207,7 +207,7 @@ def _cuts_of_mask(mask: Node, query: Node, dim: int) -> list[Placement]:
     size, count = (x.meta["val"].shape[dim] for x in (mask, query))
     if size != 1:
         return [S(dim)]
-    # All of what they share; or, where a rank has one of them, the mask of that one.
+    # A mask that all share; or, if a rank has one sample or head, the mask of that one.
     return [R, S(dim)] if count == 1 else [R]
 
 

@@ -22,8 +22,8 @@ from sp_compiler.ops.gpu.id_checks import IdChecks
 from sp_compiler.ops.gpu.peer_memory import ranks_read_each_other
 
 _c10d = torch.ops._c10d_functional
-# The dispatcher's own functions: what torch wraps around each, in Python, takes a tenth of the time
-# that a collective takes to start.
+# The dispatcher's own functions: torch's Python wrapper around each takes a tenth of the time that
+# a collective takes to start.
 _all_gather, _reduce_scatter, _all_reduce, _all_reduce_in_place, _all_to_all, _wait = (
     packet.default._op
     for packet in (
@@ -116,7 +116,7 @@ class ExpertRanks:
 
     Args:
         group: their process group.
-        exchange: of rows in the group.
+        exchange: exchanges rows in the group.
     """
 
     def __init__(self, group: ProcessGroup, exchange: Exchange) -> None:
@@ -133,8 +133,8 @@ class ExpertRanks:
 class Communicator:
     """Typed collectives on one rank's tensors, and the kernels of our operators.
 
-    What a step calls often runs below autograd, as regions do: torch differentiates collectives in
-    Python, which takes as long as to start one.
+    Whatever a step calls often runs below autograd, as regions do: torch differentiates collectives
+    in Python, which takes as long as starting one.
 
     Args:
         group: the tensor-parallel process group; ``None`` when ``world_size`` is 1.
@@ -163,7 +163,7 @@ class Communicator:
         self.id_checks = IdChecks()
 
     def symmetric_memory_group(self, x: Tensor) -> str | None:
-        """Return the name under which torch's fused products know the ranks that have parts of
+        """Return the name under which torch's fused matmuls know the ranks that have parts of
         ``x``; ``None`` if these cannot read each other's memory.
 
         The first call for tensors of the device is a collective.
@@ -171,7 +171,7 @@ class Communicator:
         if not x.is_cuda or self._group is None:
             return None
         if self._ranks_read_each_other is None:
-            # By the backend: an emulated group takes tensors of the device too, and has one rank.
+            # By backend: an emulated group accepts tensors of the device too, but has one rank.
             is_nccl = self._group._get_backend(x.device).name() == "nccl"
             self._ranks_read_each_other = is_nccl and ranks_read_each_other(self._group, x.device)
         return self._group.group_name if self._ranks_read_each_other else None
@@ -204,30 +204,30 @@ class Communicator:
         return x if self.world_size == 1 else self.start_all_reduce_(x, src, dst).wait()
 
     def start_all_gather(self, x: Tensor, src: str, dst: str) -> Pending:
-        """:meth:`all_gather` of more than one rank that goes on until it is waited for."""
-        # Held until the result is there: the transfer reads it while its caller goes on.
+        """:meth:`all_gather` of more than one rank, started and not yet waited for."""
+        # Held until the result is there: the transfer reads it while its caller continues.
         sent = x.contiguous()
         ranks = self._collectives.all_gather(sent, self.world_size)
-        # The collective puts the parts one behind the other, which for rows is the result: no copy.
+        # The collective concatenates the parts on dim 0, which for rows is the result: no copy.
         if _is_rows(src, self.world_size):
             return Pending(ranks, sent)
         joined = functools.partial(_joined, Placement.parse(src), self.world_size)
         return Pending(ranks, sent, joined)
 
     def start_reduce_scatter(self, x: Tensor, src: str, dst: str) -> Pending:
-        """:meth:`reduce_scatter` of more than one rank that goes on until it is waited for."""
-        # The collective cuts dim 0 alone.
+        """:meth:`reduce_scatter` of more than one rank, started and not yet waited for."""
+        # The collective splits only dim 0.
         is_rows = _is_rows(dst, self.world_size)
         ranks = x if is_rows else _apart(Placement.parse(dst), self.world_size, x)
         ranks = ranks.contiguous()
         return Pending(self._collectives.reduce_scatter(ranks, self.world_size), ranks)
 
     def start_all_reduce(self, x: Tensor, src: str, dst: str, op: str = "sum") -> Pending:
-        """:meth:`all_reduce` of more than one rank that goes on until it is waited for."""
+        """:meth:`all_reduce` of more than one rank, started and not yet waited for."""
         return Pending(self._collectives.all_reduce(x.contiguous(), op), x)
 
     def start_all_reduce_(self, x: Tensor, src: str, dst: str) -> Pending:
-        """:meth:`all_reduce_` of more than one rank that goes on until it is waited for."""
+        """:meth:`all_reduce_` of more than one rank, started and not yet waited for."""
         return Pending(self._collectives.all_reduce(x.contiguous(), "sum", in_place=True), x)
 
     def shard(self, x: Tensor, src: str, dst: str) -> Tensor:
@@ -254,7 +254,7 @@ class Communicator:
         parts = x.unsqueeze(source.dim)
         # By comparison, not by an index: the rank of simulated ranks is a tensor.
         is_own = torch.arange(self.world_size, device=x.device) == self.rank
-        # To broadcast along the dim of ranks, which stands in front of the sharded one.
+        # To broadcast along the dim of ranks, which is before the sharded one.
         is_own = is_own.view(-1, *[1] * (x.dim() - source.dim))
         ranks = torch.where(is_own, parts, torch.zeros((), dtype=x.dtype, device=x.device))
         ranks = ranks.flatten(source.dim, source.dim + 1)
@@ -277,7 +277,7 @@ class Communicator:
         )
 
 
-# Not a global: of several ranks that are threads of one process each has its own.
+# Not a global: if ranks are threads of one process, each has its own.
 _CURRENT: ContextVar[Communicator | None] = ContextVar("communicator", default=None)
 
 
@@ -288,7 +288,7 @@ def running_on(tp: Communicator | None) -> Iterator[None]:
 
     For graphs that are interpreted; the generated code holds its communicator.
     """
-    # The token brings back what was there before: runs may be nested.
+    # The token restores what was there before: runs may be nested.
     token = _CURRENT.set(tp)
     try:
         yield
@@ -302,7 +302,7 @@ def current_communicator() -> Communicator | None:
     return _CURRENT.get()
 
 
-# Cached: every collective of a step asks.
+# Cached, because every collective of a step asks.
 @functools.cache
 def _is_rows(placement: str, world_size: int) -> bool:
     """Return whether the parts of all ranks, concatenated on dim 0, are the global value."""
@@ -319,14 +319,14 @@ def _apart(target: Placement, world_size: int, x: Tensor) -> Tensor:
 
 
 def _joined(source: Placement, world_size: int, ranks: Tensor) -> Tensor:
-    """Inverse of :func:`_apart`, in one copy: of padding none."""
+    """Inverse of :func:`_apart`, in one copy, without the padding."""
     dim = source.dim
     if not dim and len(source.segments) < 2:
         return without_padding(ranks, source, world_size)
     parts = ranks.chunk(world_size)
     if source.segments:
         sizes = [size // world_size for size in source.padded_segments(world_size)]
-        # Of each segment what each rank has; a list per segment, joined to one.
+        # For each segment a list of what each rank has of it, all chained to one.
         pieces = zip(
             *(
                 first_pieces(part, dim, sizes, source.true_parts(rank, world_size))

@@ -71,11 +71,11 @@ CONVERSIONS = {
 
 
 def conversion_between(source: Placement, target: Placement) -> Conversion | None:
-    """The row of :data:`CONVERSIONS`, rows of tokens ("T") being shards; ``None``: there is none.
+    """The row of :data:`CONVERSIONS`, with rows of tokens ("T") as shards, if there is one.
 
     Two different shards have no row: one is converted to the other through the global value.
     """
-    # By kinds alone: which dim, and in how many segments, the communicator reads off the
+    # Only by kind: the communicator reads the dim and the number of segments from the
     # placements.
     kinds = ["S" if placement.is_sharded else placement.kind for placement in (source, target)]
     return CONVERSIONS.get((kinds[0], kinds[1]))
@@ -97,7 +97,7 @@ def _fake_converted(x: Tensor, src: str, dst: str, world_size: int) -> Tensor:
     source, target = Placement.parse(src), Placement.parse(dst)
     conversion = conversion_between(source, target)
     if conversion is not None and not conversion.method:
-        # The value itself: as a view of it cannot be taken in every shape, strides matter.
+        # The value itself, with its strides: not every view of it is possible in other ones.
         return x.new_empty_strided(x.shape, x.stride())
     shape = list(source.global_shape(tuple(x.shape), world_size))
     if target.kind == "S":  # a wrong conversion is for the checks to refuse, not for its shape
@@ -113,7 +113,7 @@ def _backward_of_convert(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     # The adjoint: R and P are each other's duals, I and S their own. What was gathered is
     # scattered, what was summed is passed on.
     source, target = (Placement.parse(text).dual for text in (ctx.dst, ctx.src))
-    # Gradients of expanded values come with strides of 0, and collectives send memory as it lies.
+    # Gradients of expanded values have strides of 0, but collectives send contiguous memory.
     grad = _sp.convert(grad.contiguous(), str(source), str(target), ctx.world_size)
     return grad, None, None, None
 
@@ -134,15 +134,15 @@ def _copied_bytes(args: Arguments, result: Tensor) -> int:
     conversion = conversion_between(source, target)
     method = "" if conversion is None else conversion.method
     if method in ("all_gather", "zero_pad_to_partial"):
-        # Rows need no copy: the parts stand one behind the other.
+        # Rows need no copy: the parts are in rank order already.
         is_copied = source.dim if method == "all_gather" else source.padding(args["world_size"])
         is_copied = is_copied or len(source.segments) > 1
         return bytes_of(args["x"].meta["val"]) * args["world_size"] if is_copied else 0
     is_segmented, is_padded = len(target.segments) > 1, bool(target.padding(args["world_size"]))
     padded_bytes = bytes_of(result) * args["world_size"]
     if method == "reduce_scatter":
-        # One to bring the dim to the front, one to sort the segments by rank, one to pad. Each is
-        # made of the one before, which is let go then: two at a time, before there is a result.
+        # One copy moves the dim to the front, one sorts the segments by rank, one pads. Each is
+        # made from the one before, which is then freed: two at a time, before there is a result.
         copies = bool(target.dim) + is_segmented + is_padded
         return copies * padded_bytes if copies < 2 else 2 * padded_bytes - bytes_of(result)
     if method == "shard":
@@ -168,7 +168,7 @@ CONVERT_IN_PLACE = register(
     Operator(
         name="convert_in_place",
         schema=_SCHEMA,
-        # An interpreted graph has time for a result of its own.
+        # An interpreted graph can afford a separate result.
         kernel=convert,
         fake=_fake_converted,
         typings=_type_convert,
@@ -183,7 +183,7 @@ CONVERT_IN_PLACE = register(
 
 
 def wait(tp: Communicator, x: Tensor) -> Tensor:
-    """``x``, a :func:`convert` that the generated code has only started, when it has arrived.
+    """Return ``x``, a :func:`convert` that generated code has only started, once it has arrived.
 
     An interpreted graph starts nothing early, so its results are complete.
     """

@@ -7,10 +7,10 @@ dims but the last) and the column. A row gets a 64-bit key from the finaliser of
 et al., "Fast splittable pseudorandom number generators", 2014); an element gets 32 bits from its
 column and the two halves of the key, by a 32-bit finaliser from Wellons' search for low-bias
 integer hashes ("hash-prospector": shifts 16, 15, 15, multipliers 0x21f0aaad and 0xd35a2d97). The
-first half of the key is added in front of it, the second inside: rows whose first halves differ
-little would else hold the same numbers in another order. Its last shift reaches the low bits alone;
-instead the first product is repeated, without which numbers of one row some thousand columns apart
-were correlated.
+first half of the key enters before the finaliser, the second inside it: otherwise rows whose first
+halves differ little would hold the same numbers in another order. The finaliser's last shift would
+reach only the low bits; instead its first shift and multiplication are repeated, without which
+numbers of one row some thousand columns apart were correlated.
 
 All integers are signed, because torch lacks unsigned arithmetic; sums and products wrap.
 """
@@ -49,10 +49,10 @@ def call_seeds(seed: Tensor, call_indices: Sequence[int]) -> dict[int, Tensor]:
     if not call_indices:
         return {}
     first = call_indices[0]
-    # On the device: to copy the indices there, the host would wait.
+    # Made on the device: copying the indices there would make the host wait.
     numbers = torch.arange(first, call_indices[-1] + 1, device=seed.device)
     seeds = call_seed(seed, numbers).unbind()
-    # Copies: one that is saved for backward would keep all.
+    # Copies: one that is saved for backward would keep all of them alive.
     return {index: seeds[index - first].clone() for index in call_indices}
 
 
@@ -65,19 +65,19 @@ class Grid:
     """Keys of the rows and numbers of the columns of a part, as (all other dims, last dim).
 
     Args:
-        shape: of one rank's part.
+        shape: shape of one rank's part.
         device: device of the numbers.
         seed: 0-dim int64.
-        site: number of this draw among those that share ``seed``; a 0-dim int64 tensor where one
+        site: number of this draw among those that share ``seed``; a 0-dim int64 tensor if one
             function is compiled for all of them.
         dim: the sharded dimension; ignored if ``world_size`` is 1.
         world_size: over how many ranks ``dim`` is sharded; 1 for a replicated tensor: every
             rank draws the same numbers.
         rank: this rank; a tensor where ranks are simulated.
-        first_row: rows of the global tensor before all of these parts, where it is made in pieces.
+        first_row: rows of the global tensor before all of these parts, if it is made in pieces.
         padding: elements of ``dim`` over all ranks that the global tensor does not have; their
-            places are those of other elements.
-        first_query: first row of dim -2 in this part, which holds some of the rank's.
+            positions are those of other elements.
+        first_query: first row of dim -2 in this part, if it holds only some of the rank's.
         num_queries: rows of dim -2 that the rank's tensor has; 0 if the part is all of it.
     """
 
@@ -100,7 +100,7 @@ class Grid:
         self.device = device
         self.shape = _flat(sizes)
         queries = _count(sizes[-2], device) + first_query if num_queries else None
-        if num_queries:  # from here on the sizes of the rank's tensor, which places count by
+        if num_queries:  # from here on the sizes of the rank's tensor, in which positions count
             sizes = (*sizes[:-2], num_queries, sizes[-1])
 
         def rows_of(count: int) -> Tensor:
@@ -114,8 +114,8 @@ class Grid:
         self.num_columns = sizes[-1]
         if world_size > 1 and dim == len(sizes) - 1:
             self.num_columns *= world_size
-            # Places in the global tensor, which are hashed: no two ranks draw alike, and each
-            # draws what one rank alone would draw there.
+            # Positions in the global tensor are hashed: no two ranks draw the same numbers, and
+            # each draws what a single rank would draw there.
             columns = columns + rank * sizes[-1]
         elif world_size > 1:
             inner = prod(sizes[dim:-1])
@@ -125,8 +125,8 @@ class Grid:
             rows = (outer.unsqueeze(1) + part).flatten()
         if first_row:
             rows = rows + first_row
-        # Site and seed are mixed before they are added: seeds and sites are small numbers in a row,
-        # whose plain sums would meet (seed 1 at site 2, seed 2 at site 1).
+        # Site and seed are mixed before they are added: both are small consecutive numbers, whose
+        # plain sums would collide (seed 1 at site 2, seed 2 at site 1).
         mixed_site = _mix64(site) if isinstance(site, Tensor) else mix64_number(site)
         key = in_memory(_mix64(in_memory(_mix64(seed)) + mixed_site))
         low, high = _halves(in_memory(_mix64(key + rows * _GOLDEN)))
@@ -142,7 +142,7 @@ class Grid:
         """The same block by block: the rows and columns, and their bits, valid until the next."""
         num_rows, num_columns = self.shape
         height, width = block_shape(self.shape, self.device)
-        # Two for all blocks: to allocate them anew would cost more than the hash.
+        # Two for all blocks: allocating new ones would cost more than the hash.
         buffers = torch.empty(2, height * width, dtype=torch.int32, device=self.device)
         for top in range(0, num_rows, max(1, height)):
             for left in range(0, num_columns, max(1, width)):
@@ -166,9 +166,9 @@ class Grid:
 
 
 def bits_of(low: Tensor, high: Tensor, column: Tensor) -> Tensor:
-    """Return the 32 bits of an element from the key of its row and its column, of less than 2^32.
+    """Return the 32 bits of an element from the key of its row and its column, less than 2^32.
 
-    As :class:`Grid` has them, for kernels that compute element by element and write nothing.
+    The same bits as in :class:`Grid`, for kernels that compute element by element out of place.
     """
     bits = low ^ column
     bits = (bits ^ _shifted(bits, 16)) * _HASH_FIRST
@@ -181,17 +181,17 @@ def _shifted(x: Tensor, shift: int) -> Tensor:
 
 
 def _count(size: int, device: torch.device) -> Tensor:
-    """Return 0, 1, ... as numbers of 64 bits, whoever compiles it.
+    """Return 0, 1, ... as 64-bit numbers, also when compiled.
 
-    Inductor takes sums and products of an index for an index itself, and on a GPU computes those
-    with 32 bits; this is a value to it.
+    Inductor treats sums and products of an index as indices too, and on a GPU computes those
+    in 32 bits; it treats the result of this as a value.
     """
     numbers = torch.arange(size, device=device)
     return numbers | numbers
 
 
 def _xor_shift(x: Tensor, shift: int, buffer: Tensor | None) -> Tensor:
-    """``x ^= x >>> shift`` on int32 in place; torch repeats the sign, hence the mask."""
+    """``x ^= x >>> shift`` on int32 in place; torch's shift repeats the sign, hence the mask."""
     shifted = torch.bitwise_right_shift(x, shift, out=buffer)
     return x.bitwise_xor_(shifted.bitwise_and_((1 << (32 - shift)) - 1))
 
@@ -207,8 +207,8 @@ def _mix64(x: Tensor) -> Tensor:
 def in_memory(x: Tensor) -> Tensor:
     """Return ``x`` as a view that a compiler cannot fuse through.
 
-    Every ``x ^ x >> n`` reads ``x`` twice. A compiler that puts the expression of ``x`` into both
-    places doubles the code with each of them, and computes keys of rows for every element.
+    Every ``x ^ x >> n`` reads ``x`` twice. A compiler that inlines the expression of ``x`` in both
+    places doubles the code each time, and computes keys of rows for every element.
     """
     return x.as_strided(x.shape, x.stride())
 
@@ -249,6 +249,6 @@ def block_shape(shape: Sequence[int], device: torch.device) -> tuple[int, int]:
 
 
 def _flat(shape: Sequence[int]) -> tuple[int, int]:
-    """All dims but the last as one, and the last; a number is a row of one."""
+    """All dims but the last as one, and the last; a scalar is a row of one."""
     *leading, last = tuple(shape) or (1,)
     return prod(leading), last

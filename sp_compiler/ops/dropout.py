@@ -37,20 +37,20 @@ def dropout_mask(  # noqa: PLR0913 - those of the operator
     """Bool mask, shaped and laid out like ``x``: True where the element survives.
 
     Args:
-        tp: whose rank it is.
-        x: one rank's part of a tensor that is sharded on ``dim`` over ``world_size`` ranks; 1 for a
-            replicated one: every rank drops the same elements.
+        tp: communicator of this rank.
+        x: one rank's part of a tensor that is sharded on ``dim`` over ``world_size`` ranks; 1 rank
+            for a replicated one: every rank drops the same elements.
         seed: 0-dim int64.
-        p: probability of dropping an element, in [0, 1), met to 2^-32.
+        p: probability of dropping an element, in [0, 1), exact to 2^-32.
         site: number of this dropout among those that share ``seed``.
         dim: the sharded dimension; ignored if ``world_size`` is 1.
         first_row: rows, of all dims but the last, before those of ``x`` in the tensor that the mask
-            is one of, where that runs in pieces.
-        padding: elements of ``dim`` over all ranks that the tensor does not have, behind the others
-            (heads, where their number does not divide).
-        first_query: first row of dim -2 in ``x``, where that is a chunk of such rows (queries of
+            belongs to, if that is processed in pieces.
+        padding: elements of ``dim`` over all ranks that the tensor does not have, after the others
+            (heads, if their number is not divisible).
+        first_query: first row of dim -2 in ``x``, if that is a chunk of such rows (queries of
             attention); ``dim`` is another one then.
-        num_queries: rows of dim -2 in all chunks together; 0 if ``x`` is no chunk.
+        num_queries: rows of dim -2 in all chunks together; 0 if ``x`` is not a chunk.
 
     Raises:
         ArgumentError: ``p`` is outside [0, 1).
@@ -114,7 +114,7 @@ def dropout(  # noqa: PLR0913 - those of the operator
 
 @cache
 def _gpu_kernel() -> Callable[..., None] | None:
-    """Return the kernel in Triton, which PyTorch for GPUs brings along on Linux; else ``None``."""
+    """Return the Triton kernel; ``None`` without Triton, part of PyTorch for GPUs on Linux."""
     if find_spec("triton") is None:
         return None
     from sp_compiler.ops.gpu.dropout import run_dropout
@@ -126,12 +126,12 @@ def threshold_of(p: float) -> int:
     """Return the smallest int32 that survives: a fraction ``p`` of the 2^32 values is below it."""
     if not 0 <= p < 1:
         raise ArgumentError(f"dropout p={p!r}: expected a probability in [0, 1)")
-    # The hash is signed, so the least number is -2^31; and some value has to survive even where p
+    # The hash is signed, so the least number is -2^31; and some value has to survive even if p
     # is rounded to 1.
     return min(round(p * (1 << 32)), (1 << 32) - 1) - (1 << 31)
 
 
-# What a graph knows of them.
+# What graphs need to know about them.
 
 
 def _fake_mask(x: Tensor, *rest: Any) -> Tensor:
@@ -149,7 +149,7 @@ def _save_seed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     (seed,) = ctx.saved_tensors
-    # The seed makes the same mask again: nothing else is saved.
+    # The seed reproduces the mask: nothing else is saved.
     return _sp.dropout(grad, seed, *ctx.rest), None, *(None for _ in ctx.rest)
 
 
@@ -187,7 +187,7 @@ def _scratch_of_mask(args: Arguments, result: Tensor) -> int:
 
 
 def _scratch(x: Tensor) -> int:
-    # The kernel needs none, and is there wherever a large model is trained.
+    # The kernel needs none, and is available wherever a large model is trained.
     return 0 if x.is_cuda else scratch_bytes(x.shape, x.device)
 
 

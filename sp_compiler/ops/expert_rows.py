@@ -2,16 +2,16 @@
 
 Experts are divided over the axis "ep", whose ranks have different batches. A row goes to the rank
 of its expert (:data:`EXPERT_DISPATCH`), and the expert's result back to the row's place
-(:data:`EXPERT_COMBINE`), each by one all-to-all of as many rows as there are::
+(:data:`EXPERT_COMBINE`), each by one all-to-all of only the rows that there are::
 
     rows of this rank        (rows, h)   by place
-      -- dispatch -->        (room, h)   by expert of this rank; zeros behind the last row
+      -- dispatch -->        (room, h)   by expert of this rank; zeros after the last row
       -- combine -->         (rows, h)   by place; zeros for a row that has no expert
 
 Both are the same partial permutation of the rows of all ranks, read in the two directions, so each
 is the gradient of the other. All rows may belong to experts of one rank: ``room`` is the number of
-rows of all ranks. The two operators of routes compute once, for all dispatches of a layer, where
-each row goes; ranks exchange the numbers of rows per expert for that.
+rows of all ranks. The two routing operators compute once, for all dispatches of a layer, where each
+row goes; for that, ranks exchange the numbers of rows per expert.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ def expert_routes(tp: Communicator, ends: Tensor, rows: int, world_size: int) ->
 
     Args:
         tp: the communicator.
-        ends: for each expert of all ranks the number of rows up to its last one; rows behind the
-            last expert's have none.
+        ends: for each expert of all ranks the number of rows up to its last one; rows after those
+            of the last expert have none.
         rows: number of rows, the same on all ranks.
         world_size: number of ranks that divide the experts, not of the group "tp".
 
     Returns:
         ``splits``: on the CPU, numbers of rows sent to each rank and received from each.
-        ``order``: the rows in the order in which they are sent; empty if that is their own.
-        ``places``: for each row that arrives, its place among those by expert of this rank.
-        ``experts``: for each of these places the number of the expert among this rank's; -1 behind
+        ``order``: the rows in the order in which they are sent; empty if they are in that order.
+        ``places``: for each row that arrives, its place if they are sorted by expert of this rank.
+        ``experts``: for each of these places the number of the expert among this rank's; -1 after
         the last row.
         ``ends``: as the argument, for the experts of this rank.
 
@@ -87,24 +87,24 @@ def _routes(
 ) -> _Routes:
     num_local = counts.shape[0] // world_size
     by_rank = counts.view(world_size, num_local)
-    # Beside the counts each rank sends its number of rows, which must be the same on all, or -1 if
+    # With the counts each rank sends its number of rows, which must be the same on all, or -1 if
     # it cannot go on, because the others would wait for its rows.
     size = torch.where(is_wrong, -1, rows).to(by_rank)
     outgoing = torch.cat([by_rank, size.expand(world_size, 1)], 1)
     incoming = _exchange(tp, outgoing, [1] * world_size, [1] * world_size)
     received = incoming[:, :-1]
-    # The one time that the host waits: both directions, forward and backward, use these numbers.
+    # The only wait of the host: both directions, forward and backward, use these numbers.
     splits = torch.stack([by_rank.sum(1), received.sum(1), incoming[:, -1]]).cpu()
     sizes = splits[2].tolist()
     if wrong := [rank for rank, size in enumerate(sizes) if size < 0]:
         raise IndexError(
-            f'ranks {wrong} along the axis "ep" have rows whose expert is none of the '
+            f'ranks {wrong} along the axis "ep" have rows with an expert that is not one of the '
             f"{counts.shape[0]}"
         )
     if any(size != rows for size in sizes):
         raise RankMismatchError(
             f'ranks along the axis "ep" have different numbers of rows for experts: {sizes}. They '
-            "exchange rows, so their batches must have one size; pad them, or drop the last one"
+            "exchange rows, so their batches must have equal sizes; pad them, or drop the last one"
         )
     total = int(splits[1].sum())
     # Rows arrive by rank and then by expert; experts need them by expert and then by rank.
@@ -142,7 +142,7 @@ def expert_combine(
     places: Tensor,
     world_size: int,
 ) -> Tensor:
-    """Return to each rank, in its own order, what became of its rows."""
+    """Return to each rank the results of its rows, in its own order."""
     sent, received = splits.tolist()
     total = sum(received)
     back = _exchange(tp, y[places[:total]], received, sent)
@@ -205,7 +205,7 @@ def _typings_of_routes(args: Arguments, world_size: int) -> Sequence[Typing]:
 
 
 def _typings_of_rows(args: Arguments, world_size: int) -> Sequence[Typing]:
-    """Rows move as they are; a partial sum's sum moves alike on all ranks."""
+    """Rows move unchanged; summands move in the same way on all ranks, and so does their sum."""
     rows: Node = next(iter(args.values()))
     placements: list[Placement] = [R, P, *map(S, range(1, rows.meta["val"].dim()))]
     return [((where, R, R, R), (where,)) for where in placements]
@@ -229,7 +229,7 @@ def _of_routes(args: Arguments, result: Any) -> Sequence[Collective]:
 
 
 def _of_rows(args: Arguments, result: Tensor) -> Sequence[Collective]:
-    """What a rank sends if experts get equally many rows."""
+    """What a rank sends if experts get the same number of rows."""
     rows = args["places"].meta["val"].shape[0] // args["world_size"]
     row_bytes = result.element_size() * math.prod(result.shape[1:])
     return [Collective(ALL_TO_ALL, 1, rows * row_bytes)]

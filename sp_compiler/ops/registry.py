@@ -1,4 +1,4 @@
-"""The record of a custom operator: everything that the rest of the compiler needs to know of it.
+"""The record of a custom operator: everything that the rest of the compiler needs to know about it.
 
 Code that depends on the rank is a custom operator. A graph only names it, so neither a rank nor a
 process group is baked into the graph. Generated code calls the kernel as a method of the
@@ -26,8 +26,8 @@ from sp_compiler.ops.communicator import Communicator, current_communicator, run
 Arguments = Mapping[str, Any]
 """Arguments of a call in a graph by their names in the schema; tensors are nodes."""
 Typing = tuple[tuple[Placement, ...], tuple[Placement, ...]]
-"""Placements of the tensor operands and of the results. A result that is R is I where its operands
-are; one that is I is so whatever they are."""
+"""Placements of the tensor operands and of the results. A result that is R is I if its operands
+are; a result that is I is I whatever they are."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Collective:
         kind: "all_gather", "reduce_scatter" or "all_reduce" over "tp"; "all_to_all" over "ep".
         count: number of these collectives.
         num_bytes: bytes of the global tensors: the result of a gather, the operand of a scatter or
-            a reduction. Of an all-to-all what one rank sends, if all get equally much.
+            a reduction. For an all-to-all, what one rank sends if all ranks get the same amount.
     """
 
     kind: str
@@ -62,7 +62,7 @@ class Gradient:
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
-    """One operator of ours, ``torch.ops.sp_compiler.<name>``.
+    """One of our operators, ``torch.ops.sp_compiler.<name>``.
 
     Attributes:
         name: name of the operator and of the communicator's method.
@@ -78,15 +78,15 @@ class Operator:
         gradient: ``None`` if it is never differentiated.
         result_names: names of several results in generated code.
         view: whether the kernel returns "all" or a "part" of its first argument's storage.
-        placed: whether the value of an element depends on its position in the global tensor, for
-            which the operator's last arguments are ``dim``, the sharded one, and ``world_size``;
-            otherwise it is elementwise.
+        placed: whether the value of an element depends on its position in the global tensor. Then
+            the operator takes ``dim``, the sharded one, and ``world_size``, and is elementwise
+            otherwise.
         dims: the dims of operands and results, as letters: ``"vh,...->...h"``. Only memory formulas
             read it; without it, they have plain numbers for the dims of the result.
         collectives: the kernel's communication, from its arguments and its result; ``None`` for
             none. (Conversions have theirs in :data:`~sp_compiler.ops.convert.CONVERSIONS`.)
         checks_numbers: whether the kernel reads values on the host to reject wrong ones.
-        compiled: whether the kernel is compiled by itself.
+        compiled: whether the kernel is compiled separately.
         writes: whether the kernel writes into its first argument and returns it. No other node of a
             graph reads that argument afterwards.
         scratch_bytes: bytes of temporary memory of the kernel, from its arguments and its result.
@@ -148,8 +148,8 @@ class Operator:
         # By storage, not identity: a kernel may return a view of what it was given.
         given = {x.untyped_storage()._cdata for x in args if isinstance(x, Tensor)}
 
-        # The schema promises autograd a result of its own, where the generated code, which needs no
-        # such promise, does with the argument itself or a view.
+        # The schema promises autograd a new result. Generated code needs no such promise, and makes
+        # do with the argument itself or a view.
         def own(x: Tensor) -> Tensor:
             return x.clone() if x.untyped_storage()._cdata in given else x
 
@@ -162,7 +162,7 @@ def bytes_of(x: Tensor) -> int:
 
 
 OPERATORS: dict[str, Operator] = {}
-"""Every operator of ours by name."""
+"""All our operators by name."""
 
 
 def operator_of(target: object) -> Operator | None:
@@ -175,7 +175,7 @@ def operator_of(target: object) -> Operator | None:
 def register(operator: Operator) -> Operator:
     """Register ``operator`` with torch, the communicator and the compiler."""
     OPERATORS[operator.name] = operator
-    # The generated code calls tp.<name>: a method call, past torch's dispatcher.
+    # The generated code calls tp.<name>: a method call, which bypasses torch's dispatcher.
     setattr(Communicator, operator.name, operator.kernel)
     definition = torch.library.custom_op(
         f"sp_compiler::{operator.name}", operator.run, mutates_args=(), schema=operator.schema
@@ -188,8 +188,8 @@ def register(operator: Operator) -> Operator:
 
 def _register_gradient(definition: Any, gradient: Gradient) -> None:
     def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        # Backward may run after the context has been left, and on a GPU in a thread of autograd's,
-        # which does not have the context of this one.
+        # Backward may run after the context has been left, and on a GPU in a thread of autograd,
+        # which does not have this context.
         ctx.communicator = current_communicator()
         gradient.save(ctx, inputs, output)
 

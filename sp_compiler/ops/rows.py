@@ -55,7 +55,7 @@ def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward_of_pad(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    # No gradient of the copies: whatever a model does with padded rows is cut off in the end.
+    # No gradient flows from the copies: the results of padding rows are cut off in the end.
     return _sp.cut_rows(grad, ctx.rows, ctx.world_size), None
 
 

@@ -33,15 +33,15 @@ def uniform(
     rounded to 1; never 0, so that a logarithm is finite; and symmetric about 0.5.
 
     Args:
-        tp: whose rank it is.
+        tp: communicator of this rank.
         seed: 0-dim int64.
-        size: of one rank's part of a tensor that is sharded on ``dim`` over ``world_size`` ranks;
-            1 for a replicated one: every rank draws the same numbers.
+        size: shape of one rank's part of a tensor that is sharded on ``dim`` over ``world_size``
+            ranks; 1 rank for a replicated one: every rank draws the same numbers.
         dtype: a floating type.
         site: number of this draw among those that share ``seed``.
         dim: the sharded dimension; ignored if ``world_size`` is 1.
     """
-    # The numbers of a double take two hashes; a negative site is no other draw's.
+    # A double takes two hashes; no other draw has a negative site.
     sites = (site, -1 - site) if dtype == torch.float64 else (site,)
     grids = [Grid(size, seed.device, seed, each, dim, world_size, tp.rank) for each in sites]
     if not is_plain(tp.rank, seed):
@@ -62,7 +62,7 @@ def _fraction(bits: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         )
         return ((high << 27) | low | 1).to(dtype) * 2.0**-53
     digits = _DIGITS[dtype]
-    # The first digits: the generator mixes its last ones less.
+    # The first digits, because the generator mixes its last ones less.
     return (_first_digits(bits[0], digits) | 1).to(dtype) * 2.0**-digits
 
 
@@ -89,7 +89,7 @@ def _typings(args: Arguments, world_size: int) -> Sequence[Typing]:
 def _scratch_bytes(args: Arguments, result: Tensor) -> int:
     block = prod(block_shape(result.shape, result.device))
     drawn = scratch_bytes(result.shape, result.device)
-    # Of a block's fraction, in numbers of 64 bits, four exist at once; else two of 32 bits.
+    # Four temporaries of a block exist at once for 64-bit fractions; else two of 32 bits.
     return 2 * drawn + 32 * block if args["dtype"] == torch.float64 else drawn + 8 * block
 
 

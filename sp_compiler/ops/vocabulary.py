@@ -26,17 +26,17 @@ def vocab_embedding(tp: Communicator, weight: Tensor, ids: Tensor, num_rows: int
     """
     require_inside(tp, ids, num_rows, "an embedding of {} rows")
     local, is_elsewhere = local_ids(tp, ids, weight.shape[0])
-    # Selected, not multiplied: the row that stands in for those of other ranks may hold inf or nan.
+    # Masked, not multiplied by 0: the row that replaces those of other ranks may hold inf or nan.
     return embedding(local, weight).masked_fill_(is_elsewhere.unsqueeze(-1), 0)
 
 
 def vocab_embedding_backward(tp: Communicator, grad: Tensor, ids: Tensor, num_rows: int) -> Tensor:
     """Gradient (num_rows, h), placed S(0), of this rank's part of the table."""
     local, is_elsewhere = local_ids(tp, ids, num_rows)
-    # A row of another rank adds zeros to one of this: an index must be in range, and shapes must
-    # not depend on how many ids are here.
+    # A row of another rank adds zeros to one of this rank: an index must be in range, and shapes
+    # must not depend on how many ids are here.
     grad = grad.masked_fill(is_elsewhere.unsqueeze(-1), 0)
-    # As torch's own lookup has it: on a GPU, sums of 16 bits would be rounded with every token.
+    # As in torch's own lookup: on a GPU, sums in 16 bits would be rounded at every token.
     return _aten.embedding_dense_backward(grad, local, num_rows, -1, False)
 
 
@@ -54,7 +54,7 @@ def vocab_nll(
     wanted = target.masked_fill(is_ignored, 0)
     require_inside(tp, wanted, classes, "a loss over {} classes, as target")
     local, is_elsewhere = local_ids(tp, target, logits.shape[-1])
-    # Selected, not multiplied: a logit of another class may be infinite.
+    # Masked, not multiplied by 0: a logit of another class may be infinite.
     picked = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill_(is_elsewhere, 0)
     logsumexp, picked = log_total(tp, logits, classes, [picked])
     return (logsumexp - picked).masked_fill_(is_ignored, 0), logsumexp
@@ -69,7 +69,7 @@ def log_total(
     known = logits if padding is None else logits.masked_fill(padding, -torch.inf)
     # The maximum of all ranks, so that exponentials of different ranks can be added.
     peak = tp.reduce(known.amax(-1), "max")
-    # As torch.logsumexp has it: of a row that is all -inf the sum is 0, not inf - inf.
+    # As in torch.logsumexp: for a row that is all -inf the sum is 0, not inf - inf.
     peak = peak.nan_to_num(0.0, 0.0, 0.0)
     del known  # as large as the logits
     exponents = logits - peak.unsqueeze(-1)
@@ -77,7 +77,7 @@ def log_total(
         exponents.masked_fill_(padding, -torch.inf)
     total = exponents.exp_().sum(-1)
     del exponents
-    # One collective for all: at this size its latency is all that it costs.
+    # One collective for all: at this size it costs only its latency.
     total, *sums = tp.reduce(torch.stack([total, *others]), "sum").unbind()
     return total.log() + peak, *sums
 
@@ -94,7 +94,7 @@ def vocab_nll_backward(
     """Gradient of :func:`vocab_nll` for its logits: (softmax - onehot) * grad; no communication."""
     grad = grad.masked_fill(target == ignore_index, 0)
     local, is_elsewhere = local_ids(tp, target, logits.shape[-1])
-    # The softmax is made again from one number a row; to save it would take as much as the logits.
+    # The softmax is recomputed from one number per row; saved, it would be as large as the logits.
     result = (logits - logsumexp.unsqueeze(-1)).exp_().mul_(grad.unsqueeze(-1))
     padding = padding_columns(tp, logits, classes)
     if padding is not None:
@@ -110,15 +110,15 @@ def require_inside(tp: Communicator, ids: Tensor, size: int, what: str) -> None:
         IndexError: an id is negative or not below ``size``.
     """
     # On a rank that has none of them, a wrong id would look like one of another rank: a row of
-    # zeros instead of an error. On a device ``checked_ids`` has looked: to read a number there,
-    # the host would wait. Ids of simulated ranks are those of one rank, which were looked at.
+    # zeros instead of an error. On a device ``checked_ids`` has checked them, because reading a
+    # value would make the host wait. Ids of simulated ranks are those of one rank, already checked.
     if is_on_host(ids) and isinstance(tp.rank, int) and ids.numel():
         low, high = ids.aminmax()
         require_in_range(int(low), int(high), size, what)
 
 
 def is_on_host(ids: Tensor) -> bool:
-    """Return whether the numbers can be read without waiting for a device."""
+    """Return whether the values can be read without waiting for a device."""
     return ids.device.type == "cpu"
 
 
@@ -142,7 +142,7 @@ def local_ids(tp: Communicator, ids: Tensor, num_rows: int) -> tuple[Tensor, Ten
     return local, local != distance
 
 
-# What a graph knows of them.
+# What graphs need to know about them.
 
 
 def _fake_rows(weight: Tensor, ids: Tensor, num_rows: int, world_size: int) -> Tensor:

@@ -45,13 +45,13 @@ def vocab_smoothed_nll(
     wanted = torch.where(target == ignore_index, 0, target)
     require_inside(tp, wanted, classes, "a loss over {} classes, as target")
     local, is_elsewhere = local_ids(tp, target, logits.shape[-1])
-    # Selected, not multiplied: a logit of another class may be infinite.
+    # Masked, not multiplied by 0: a logit of another class may be infinite.
     picked = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill_(is_elsewhere, 0)
-    # Only where it counts: 0 times an infinite logit is not 0.
+    # Only with smoothing: 0 times an infinite logit is not 0.
     weighed = [_weighed(tp, logits, weight, classes)] if smoothing else []
     logsumexp, picked, *weighed = log_total(tp, logits, classes, [picked, *weighed])
     losses = (1 - smoothing) * weight[wanted] * (logsumexp - picked)
-    # None without smoothing, else one.
+    # Empty without smoothing, else one total.
     for total in weighed:
         losses = losses + smoothing / classes * (weight.sum() * logsumexp - total)
     return torch.where(target == ignore_index, 0, losses), logsumexp
@@ -69,14 +69,14 @@ def vocab_smoothed_nll_backward(
 ) -> Tensor:
     """Gradient of :func:`vocab_smoothed_nll` for its logits; no communication.
 
-    ``grad`` is 0 where a row is ignored, whose ``target`` is any class.
+    For an ignored row, ``grad`` is 0 and ``target`` any class.
     """
     own = _own_weights(tp, logits, weight, classes)
     true = (1 - smoothing) * weight[target]
-    # Of logsumexp, which both terms have: the softmax, as often as it is in them.
+    # The gradient of logsumexp, which both terms have: the softmax, weighted by both.
     share = grad * (true + smoothing / classes * weight.sum())
     result = vocab_logsumexp_backward(tp, share, logits, logsumexp, classes)
-    # As one operator: the product by itself would be as large as the logits.
+    # In one operator: the product by itself would be as large as the logits.
     result.addr_(grad * (smoothing / classes), own, alpha=-1)
     local, is_elsewhere = local_ids(tp, target, logits.shape[-1])
     own_true = (grad * true).masked_fill_(is_elsewhere, 0)
@@ -86,7 +86,7 @@ def vocab_smoothed_nll_backward(
 def _own_weights(tp: Communicator, logits: Tensor, weight: Tensor, classes: int) -> Tensor:
     """Return the weights of this rank's columns; 0 for padding."""
     columns = torch.arange(logits.shape[-1], device=logits.device) + tp.rank * logits.shape[-1]
-    # Clamped, for an index behind the last weight would raise before it is masked.
+    # Clamped, because an index after the last weight would raise an error before it is masked.
     return torch.where(columns < classes, weight[columns.clamp(max=classes - 1)], 0)
 
 
@@ -115,7 +115,7 @@ def vocab_logsumexp_backward(
     return result if padding is None else result.masked_fill_(padding, 0)
 
 
-# What a graph knows of them.
+# What graphs need to know about them.
 
 
 def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -126,7 +126,7 @@ def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor])
 
 def _backward_of_losses(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
     logits, target, *others = ctx.saved_tensors
-    # Here and not in the kernel: a target that is ignored may be no index at all (-100).
+    # Here and not in the kernel: an ignored target may not be an index at all (-100).
     ignored = target == ctx.ignore_index
     grad, target = torch.where(ignored, 0, grad), torch.where(ignored, 0, target)
     result = _sp.vocab_smoothed_nll_backward(grad, logits, target, *others, *ctx.rest)
@@ -167,7 +167,7 @@ def _type_logsumexp_backward(args: Arguments, world_size: int) -> Sequence[Typin
 
 def _collectives_of_losses(args: Arguments, result: Any) -> Sequence[Collective]:
     rows = result[0].numel() * result[0].element_size()
-    # The maximum of each row; then its sum of exponentials, label's logit and weighed logits.
+    # The maximum of each row; then its sum of exponentials, label's logit and weighted logits.
     return [Collective("all_reduce", 2, rows + 3 * rows)]
 
 

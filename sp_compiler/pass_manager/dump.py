@@ -26,7 +26,7 @@ def dump_folder() -> Path | None:
     name = os.environ.get(VARIABLE)
     if not name:
         return None
-    # At once: a path that cannot be written should not be found out after minutes of compiling.
+    # Created right away: an unusable path should not be found after minutes of compiling.
     folder = Path(name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -52,11 +52,11 @@ def own_folder(folder: Path, suffix: str = "") -> Path:
     """Create a folder in ``folder`` for one compilation on this rank; its name ends with
     ``suffix``."""
     rank = f"rank{os.environ['RANK']}-" if "RANK" in os.environ else ""
-    # Numbers, not times: folders of two ranks, or of a run that is repeated, can be compared.
+    # Numbers, not times: folders of two ranks, or of a repeated run, can be compared.
     numbered = (folder / f"{rank}{number:03}{suffix}" for number in itertools.count())
     for own in numbered:
-        # A second compilation, or a second run, must not hide what the first one was. Tried, not
-        # looked for: ranks that were started without RANK in the environment make folders at once.
+        # A second compilation, or a second run, must not overwrite the first. Created without a
+        # check: ranks that were started without RANK in the environment create folders at once.
         with contextlib.suppress(FileExistsError):
             own.mkdir(parents=True)
             return own
@@ -64,12 +64,12 @@ def own_folder(folder: Path, suffix: str = "") -> Path:
 
 
 def _stage_text(stage: Snapshot) -> str:
-    # Stages before the outline have calls without arguments: the region's name says which it is.
+    # Stages before the outline have calls without arguments: the region's name identifies them.
     wiring = stage.wiring or [region for _, region in stage.calls]
     pairs = zip(stage.calls, wiring, strict=True)
     calls = [f"{path or '(model)'}: {text}" for (path, _), text in pairs]
     graphs = [f"# {name}\n{render(graph)}" for name, graph in stage.graphs.items()]
     parts = [*graphs, *(["# calls\n" + "\n".join(calls)] if calls else [])]
-    # Comments, as the titles of graphs are.
+    # As comments, like the titles of graphs.
     meanings = [f"# {line.strip()}" for line in legend_of(graphs) if line]
     return "\n\n".join([*parts, *(["\n".join(meanings)] if meanings else [])]) + "\n"

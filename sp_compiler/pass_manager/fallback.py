@@ -27,11 +27,11 @@ def refused_operator(
         for node in region.module.graph.nodes
         if region.name == error.region and node.op == "call_function"
     }
-    # Breadth first, so that the operator found is the nearest, and least of the model runs
-    # replicated.
+    # Breadth first, so that the operator found is the nearest, and as little of the model as
+    # possible runs replicated.
     for node in reach([error.node] if error.node is not None else [], operands):
-        # Sharding rewrites a copy: the two programs have no nodes in common, only what they go back
-        # to.
+        # Sharding rewrites a copy: the two programs have no nodes in common, only their
+        # origins.
         name = node.meta.get("root", node.meta.get("source"))
         if name in known and (error.region, name) not in replicated:
             return known[name]
@@ -41,7 +41,7 @@ def refused_operator(
 def fallback_note(operator: Node, error: PlacementError) -> str:
     """Return the plan's note about an operator that runs replicated."""
     return (
-        f"{operator.target} runs replicated: how it would be sharded could not be "
-        f"proven ({module_path(operator) or '(model)'}, {source_line(operator)}): "
+        f"{operator.target} runs replicated: its sharding could not be "
+        f"proven correct ({module_path(operator) or '(model)'}, {source_line(operator)}): "
         f"{str(error).splitlines()[0]}"
     )

@@ -25,7 +25,7 @@ def compile_half_or_full(
     try:
         halves = compile_with(replace(options, half_batches=True), open_dims=False)
     except ArgumentError as error:
-        # What else than memory may be wrong with an argument is wrong with full batches, too.
+        # Any error in an argument other than a lack of memory is raised by full batches, too.
         refusal = error
     full_options = replace(options, half_batches=False)
     try:
@@ -40,7 +40,7 @@ def compile_half_or_full(
 
 
 def _asking_for_less(one: ArgumentError, other: ArgumentError) -> ArgumentError:
-    """Return the error that names the smaller budget that would do, else ``other``."""
+    """Return the error that names the smaller sufficient budget, else ``other``."""
     if isinstance(one, BudgetError) and isinstance(other, BudgetError):
         return min(one, other, key=lambda error: error.least_bytes)
     return other

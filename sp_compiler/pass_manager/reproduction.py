@@ -42,7 +42,7 @@ SAVED = "failed.pickle"
 NOTE = "To reproduce this error"
 """Beginning of the note that a failed compilation adds to its error."""
 
-# Told by their message alone: the user changes an argument or the model.
+# Their messages are enough: the user changes an argument or the model.
 _FOR_THE_USER = (
     ArgumentError,
     CaptureError,
@@ -62,7 +62,7 @@ class FailedCompilation:
         captured: the graph as it was captured, before any pass.
         options: options of the compilation.
         fixed: placements of parameters that an earlier compilation decided.
-        verify: whether its numbers were compared, as in ``compile(verify=True)``.
+        verify: whether its results were compared, as in ``compile(verify=True)``.
         inputs: leaves of the example inputs, with their values.
         buffers: buffers that the graph reads, by name, with their values; parameters have no values
             here.
@@ -84,8 +84,8 @@ class FailedCompilation:
         Raises:
             Exception: from pickle, if the graph or an option cannot be pickled.
         """
-        # By default it refuses operators but ATen's and drops the names of the layers: its files
-        # are meant for caches that other programs read.
+        # By default the pickler refuses operators other than ATen's and drops the names of the
+        # layers, because its files are meant for caches that other programs read.
         options = PicklerOptions(ops_filter=None, node_metadata_key_filter=None)
         path.write_bytes(GraphPickler.dumps(self, options))
 
@@ -108,7 +108,7 @@ def reproducible(
     verify: bool = False,
 ) -> Iterator[None]:
     """Context that adds a note to errors of the compiler, or of a user's pass or rule: how to
-    reproduce it.
+    reproduce them.
 
     If ``SP_COMPILER_DUMP`` is set, the files are written to a folder there; else the note says how
     to get them.
@@ -119,7 +119,7 @@ def reproducible(
         raise
     except Exception as error:
         if not any(note.startswith(NOTE) for note in getattr(error, "__notes__", ())):
-            # Whatever goes wrong in here must not hide the error itself.
+            # A failure in here must not hide the error itself.
             try:
                 note = _written(error, model, args, kwargs, options, fixed, verify=verify)
             except Exception as other:
@@ -142,15 +142,15 @@ def _written(
     root = dump_folder()
     if root is None:
         return f": run with {VARIABLE}=FOLDER in the environment, which writes a script that does"
-    # Anew, for passes rewrite the capture in place, and a copy would cost every compilation that
-    # does not fail.
+    # Captured again: passes rewrite the capture in place, and a copy would cost time in every
+    # compilation that succeeds.
     captured = capture(model, args, kwargs)
     names = [ref.name for ref in captured.refs if ref.kind == "buffer"]
     for node in calls(captured.module.graph, torch.ops.sp_compiler_function.apply.default):
         raise UnsupportedError(
             f"{function_name(node.args[1])}.apply runs code that no file can hold"
         )
-    # Recorded too are those inside of registered operators, which the graph names by themselves.
+    # Functions inside of registered operators are recorded too; the graph only names the operators.
     captured.functions = ()
     leaves, _ = flatten_inputs(args, kwargs, unordered_keywords(model.forward))
     targets = {node.target: schema_name(node) for node in captured.module.graph.nodes}
@@ -173,5 +173,5 @@ def _written(
     operators = [target for target in targets if isinstance(target, OpOverload)]
     used = [*options.passes, *operators]
     script.write_text(script_text(error, used), encoding="utf-8")
-    LOG.info("wrote what reproduces the error to %s", folder)
+    LOG.info("wrote files that reproduce the error to %s", folder)
     return f": python {script}"

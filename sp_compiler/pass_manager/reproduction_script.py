@@ -29,7 +29,7 @@ def script_text(error: Exception, used: Iterable[Any]) -> str:
     names = {name: None for each in used for name in _modules_of(each)}
     future, definitions = _definitions() if _MAIN in names else ([], [])
     versions = ", ".join(f"{name} {version(name)}" for name in ("sp-compiler", "torch"))
-    # What an interpreter adds by itself it will add again.
+    # Without the paths that an interpreter adds by itself.
     own = (sys.base_prefix, *site.getsitepackages())
     folders = [path for path in sys.path if path and not path.startswith(own)]
     imports = [f"import {name}  # noqa: F401" for name in sorted(names) if name != _MAIN]
@@ -57,20 +57,20 @@ def _modules_of(used: Any) -> Iterator[str]:
         name = getattr(used, "__module__", None) or type(used).__module__
         yield name
     elif used.namespace not in _BUILT_IN:
-        # What ``torch.library.custom_op`` returned is a name of the module that called it.
+        # The result of ``torch.library.custom_op`` has a name in the module that called it.
         owners = [
             name
             for name, module in list(sys.modules.items())
-            # Under a second name there, which no other process knows.
+            # The main module may have a second name, which no other process knows.
             if (name == _MAIN or module is not sys.modules[_MAIN])
             and any(getattr(value, "_opoverload", None) is used for value in _values(module))
         ]
-        # Operators in C++ come with a package that mostly has the name of their namespace.
+        # Operators in C++ come with a package that usually has the name of their namespace.
         yield from owners or [used.namespace] * (used.namespace in sys.modules)
 
 
 def _values(module: Any) -> list[Any]:
-    # Not ``dir``: lazy modules import when they are asked. Some entries are no modules at all.
+    # Not ``dir``, which makes lazy modules import. Some entries are not modules at all.
     values = getattr(module, "__dict__", {}).values()
     return [value for value in values if type(value).__name__ == "CustomOpDef"]
 
@@ -89,7 +89,7 @@ def _definitions() -> tuple[list[str], list[str]]:
 
 
 def _source(node: ast.stmt, text: str) -> str:
-    # A function's own first line is behind its decorators.
+    # A function's own first line comes after its decorators.
     decorators = getattr(node, "decorator_list", [])
     first = min(each.lineno for each in (node, *decorators))
     return "\n".join(text.splitlines()[first - 1 : node.end_lineno])
@@ -99,7 +99,7 @@ def _is_definition(node: ast.stmt) -> bool:
     if isinstance(node, _DEFINITIONS):
         return True
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-        # Of an operator: its fake implementation, its gradient.
+        # Registers the fake implementation of an operator, or its gradient.
         function = node.value.func
         return isinstance(function, ast.Attribute) and function.attr.startswith("register_")
     if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:

@@ -69,13 +69,13 @@ class PassRunner:
         """Run a pass whose result all memory settings share, or return its earlier result.
 
         Args:
-            name: of the pass.
+            name: name of the pass.
             function: the pass, or a part of it.
             args: its arguments; the graphs that it rewrites come first.
             region: the only region of this run.
             options: keyword arguments.
         """
-        # With the function, for a pass may be several: tags are chosen once, and written per
+        # With the function, because a pass may have several: tags are chosen once, and written per
         # setting.
         key = (name, function.__name__, region)
         if key not in self._shared:
@@ -147,17 +147,17 @@ class PassRunner:
         region: str,
     ) -> _Record:
         report = PassReport(name)
-        # Before it runs, for a pass that works in place leaves nothing to compare with.
+        # Counted before it runs: a pass that works in place leaves nothing to compare with.
         num_nodes = _num_nodes(args[0], region)
         start = time.perf_counter()
         try:
             with reporting(report):
                 result = function(*args, **options)
         except PlacementError as error:
-            # Below nobody knows the region: a check is given a graph.
+            # Deeper code does not know the region: a check is given a graph.
             error.region = error.region or region
             raise
-        # Wall time, as a user waits for it; the solver may use threads.
+        # Wall time, because a user waits for it; the solver may use threads.
         report.seconds = time.perf_counter() - start
         of_region = f" of {region}" if region else ""
         LOG.info("%s%s: %.2f s, %d rewrites", name, of_region, report.seconds, report.rewrites)
@@ -166,7 +166,7 @@ class PassRunner:
             report.node_delta = _num_nodes(left, region) - num_nodes
         if self._observer is not None:
             self._observer(name, left)
-        # Copied at once, for later passes rewrite graphs in place; every copy takes as long as a
+        # Copied now, because later passes rewrite graphs in place; every copy takes as long as a
         # small pass.
         stage = snapshot_after(name, left, region) if self._keep_graphs else Snapshot(name, {})
         return _Record(result, report, stage)
@@ -175,11 +175,11 @@ class PassRunner:
 @contextlib.contextmanager
 def running_passes(open_dims: bool) -> Iterator[None]:
     """Context in which passes run, without warnings about what they do on purpose, and hidden from
-    what watches the caller's operators."""
-    # With symbolic sizes, looking up an operator's result takes longer than running it on fakes.
+    modes of the caller."""
+    # With symbolic sizes, looking up an operator's result takes longer than a run on fake tensors.
     lookup = dynamo_config.fake_tensor_cache_enabled and not open_dims
     cache_fakes = dynamo_config.patch(fake_tensor_cache_enabled=lookup)
-    # torch internals: _disable_current_modes. Of the caller's modes, a FLOP counter for example.
+    # torch internals: _disable_current_modes. Hides modes of the caller such as a FLOP counter.
     unseen = _disable_current_modes()
     with without_hooks_of_all_modules(), unseen, warnings.catch_warnings(), cache_fakes:
         # FX warns of SymInts as arguments; passes put them there on purpose.
@@ -195,8 +195,8 @@ def _merged(records: Iterable[_Record], program: Program) -> dict[str, Snapshot]
     """Merge by pass the results for single regions, with the calls of ``program``."""
     merged: dict[str, Snapshot] = {}
     calls = program_calls(program)
-    # A pass that is given one region knows of no calls, so they are added where all its graphs have
-    # a place among them.
+    # A pass that is given one region does not know the calls, so they are added if all its graphs
+    # belong to them.
     regions = {name for _, name in calls}
     for record in records:
         stage = record.stage

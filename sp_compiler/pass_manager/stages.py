@@ -57,7 +57,7 @@ def _(subject: JointGraph, region: str = "") -> dict[str, Graph]:
 
 @graphs_of.register(list)
 def _(subject: list[Any], region: str = "") -> dict[str, Graph]:
-    # Numbers of chunks to choose from. One alone, and in no chunks, is the graph that was there.
+    # One graph per number of chunks to choose from. A single one without chunks is the original.
     ways = [way for way in subject if isinstance(way, JointGraph)]
     if len(ways) == 1:
         return {region: ways[0].graph} if ways[0].chunks else {}
@@ -71,7 +71,7 @@ def _(subject: Partitioned, region: str = "") -> dict[str, Graph]:
 
 def snapshot_after(name: str, subject: Any, region: str = "") -> Snapshot:
     """Return copies of the graphs of ``subject`` after the pass ``name``."""
-    # Sharded and tagged programs hold what else their pass found; a snapshot is of the graphs.
+    # Sharded and tagged programs also hold other results of their pass; a snapshot has only graphs.
     program = getattr(subject, "program", subject)
     if isinstance(program, Program):
         return Snapshot.of_program(name, program)

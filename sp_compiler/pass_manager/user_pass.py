@@ -30,16 +30,16 @@ def run_user_pass(captured: Captured, user_pass: UserPass, dropout: Dropout) -> 
     A pass may add, change and erase calls of functional ATen operators. It may not change
     placeholders, or return other types and shapes than the model does. New nodes without
     ``meta["val"]`` and ``meta["requires_grad"]`` get them; existing entries of all nodes are
-    compared with the operator's result, and a wrong one is an error. Wrong numbers in tensors of
-    the right form are for :func:`sp_compiler.verify` to find.
+    compared with the operator's result, and a wrong one is an error. Wrong values in tensors of
+    the right form are left for :func:`sp_compiler.verify` to find.
 
     Args:
-        captured: normalized.
+        captured: the normalized graph.
         user_pass: see :class:`sp_compiler.options.Options`.
         dropout: the option; new nodes are normalized too, as later passes require.
 
     Raises:
-        PassError: with the pass, and the node if there is one.
+        PassError: names the pass, and the node if there is one.
     """
     name = pass_name(user_pass)
     module = captured.module
@@ -48,31 +48,31 @@ def run_user_pass(captured: Captured, user_pass: UserPass, dropout: Dropout) -> 
         captured.placeholders,
         _returned(module.graph),
     )
-    # Before the pass runs, for it may write the metadata too.
+    # Before the pass runs, because it may write the metadata too.
     before = [node.meta["val"] for node in inputs], [_value(leaf) for leaf in outputs]
     try:
         _report(name, user_pass(module))
         module.graph.lint()
     except PassError:
         raise
-    except Exception as error:  # whatever a function of the user's may raise
+    except Exception as error:  # whatever the user's function raises
         raise PassError(name, f"raised {type(error).__name__}: {error}") from error
     _check_inputs(name, captured.placeholders, inputs, before[0])
-    # Backwards, so that of several new nodes in a row each inherits from one that has it already.
+    # Backwards, so that each of several consecutive new nodes inherits from a complete one.
     for node in reversed(module.graph.nodes):
         if node not in ours:
             node.meta["origin"] = name
-            # What is put in front of a node stands where the node does: in its layer.
+            # A node that is inserted before another one belongs to the same layer.
             if "nn_module_stack" not in node.meta:
                 inherit(node, node.next)
     for node in module.graph.nodes:
         if node.op == "call_function":
             _check_call(name, node)
         elif node.op not in ("placeholder", "output"):
-            raise PassError(name, f"a {node.op} node; expected calls of ATen operators alone", node)
+            raise PassError(name, f"a {node.op} node; expected only calls of ATen operators", node)
     _check_outputs(name, module.graph, before[1])
     try:
-        # A function that the pass has spelled out, it wants so.
+        # Functions that the pass has decomposed stay decomposed.
         normalize(captured, dropout, spelled_out=True)
     except Exception as error:
         raise PassError(name, f"cannot be normalized: {error}") from error
@@ -110,12 +110,12 @@ def _check_call(name: str, node: Node) -> None:
             what = getattr(target, "__name__", str(target))
             message = f"a call of {what}; expected an operator such as torch.ops.aten.relu.default"
             raise PassError(name, message, node)
-        # The graph is functional: later passes move calls as long as operands are there, writes or
-        # not.
+        # The graph is functional: later passes move calls to wherever their operands exist, without
+        # regard to writes.
         if target._schema.is_mutable:
             raise PassError(name, f"{target} writes to its inputs; expected a pure one", node)
         if draws(node) and target.namespace != _OURS:
-            # Torch's generator would draw anew when it is recomputed, and differently on every
+            # Torch's generator would draw other numbers in recomputation, and on every
             # rank.
             raise PassError(name, f"{target} draws random numbers, which no pass may add", node)
     given = {key: node.meta[key] for key in ("val", "requires_grad") if key in node.meta}

@@ -50,8 +50,9 @@ def check_layers(
 ) -> None:
     """Raise an error for fewer layers than stages, before the capture, which takes far longer.
 
-    A model may use a layer many times. Where it has too few, their uses are counted in a forward
-    without numbers; if that fails (the forward reads some), :func:`ends_of` raises the error.
+    A model may use a layer many times. If it has too few layers, their uses are counted in a
+    forward on fake tensors; if that fails (the forward reads a value), :func:`ends_of` raises the
+    error.
 
     Raises:
         ArgumentError: fewer layers than stages.
@@ -61,7 +62,7 @@ def check_layers(
         return
     mode = FakeTensorMode()
 
-    @cache  # what is tied stays so
+    @cache  # keeps tied tensors tied
     def fake(value: Tensor) -> Tensor:
         return mode.from_tensor(value.detach().to("meta"))
 
@@ -85,16 +86,16 @@ def check_layers(
             for module in paths:
                 stack.callback(module.register_forward_pre_hook(enter).remove)
                 stack.callback(module.register_forward_hook(leave).remove)
-            # Told to tie weights, it would replace those of a module with two names twice, and
-            # in the end put back what it had put there first.
+            # With tie_weights, it would replace those of a module with two names twice, and at
+            # the end restore its own first replacements.
             functional_call(model, tensors, *inputs, tie_weights=False)
-    except Exception:  # of the model's own code
+    except Exception:  # from the model's own code
         return
     _check_layers(count_possible_layers(stacks), num_stages)
 
 
 def _named_once(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and buffers of every module, by one of its names, tied ones too."""
+    """Yield all parameters and buffers, tied ones too, each module under one of its names."""
     for path, module in model.named_modules():
         for tensors in (module._parameters, module._buffers):
             for name, value in tensors.items():
@@ -123,8 +124,8 @@ class NoCutError(ArgumentError):
     Args:
         num_stages: number of stages.
         memory_bytes: limit for a stage, if there is one.
-        least: returns the bytes of the fullest stage in the cut where they are least. Called for
-            the message alone, since it takes longer than the cut, and a search reads no message.
+        least: returns the bytes of the fullest stage in the cut that minimizes them. Called only
+            for the message: it takes longer than the cut, and a search does not read messages.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class NoCutError(ArgumentError):
         if self._memory_bytes is None or least == math.inf:
             return f"{cut} gives each of them a parameter to train: use fewer stages"
         return (
-            f"{cut} leaves each within {bytes_text(self._memory_bytes)}, the least that would do "
+            f"{cut} leaves each within {bytes_text(self._memory_bytes)}; the minimum that fits "
             f'is {bytes_text(math.ceil(least))} per stage: use more ranks, recompute="full", or '
             "smaller microbatches"
         )
@@ -147,11 +148,11 @@ class NoCutError(ArgumentError):
 
 @dataclass(frozen=True)
 class Rest:
-    """What stages do with the microbatches that do not fit.
+    """How stages run the microbatches that do not fit.
 
     Attributes:
         calls: the calls with ``recompute_rest``.
-        places: of every stage.
+        places: the places of every stage.
     """
 
     calls: Sequence[CallPlan]
@@ -174,8 +175,8 @@ def ends_of(
         in_flight: for each stage, the largest number of microbatches whose activations it holds.
         memory_bytes: limit for a stage; ``None`` for no limit.
         state_bytes: returns the bytes of a parameter with its gradient and optimizer state.
-        rest: where stages run by ``calls`` only as many microbatches as fit. The time of a stage is
-            then the mean over all of them.
+        rest: given if stages run only as many microbatches as fit with ``calls``. The time of a
+            stage is then the mean over all microbatches.
 
     Raises:
         ArgumentError: fewer layers than stages, or no cut within the limit.
@@ -189,8 +190,8 @@ def ends_of(
         stages: _Alike | _Mixed = _Alike(parts, in_flight, room)
     else:
         stages = _Mixed(parts, _Parts(rest.calls, sizes, state_bytes), rest.places, room)
-    # Times first, and of cuts that fit: a slow stage is waited for by all others, a full one does
-    # not run.
+    # The fastest cut among those that fit: all other stages wait for a slow one, and a stage that
+    # exceeds its memory does not run.
     ends = fastest_cut(stages.times_us, num_stages, stages.added_us)
     if ends is None:
         largest = partial(least_largest, len(calls), num_stages, stages.num_bytes)
@@ -199,7 +200,7 @@ def ends_of(
 
 
 class _Parts:
-    """Bytes of every part of a chain of calls, whichever stage it is.
+    """Bytes of every part of a chain of calls, whichever stage runs it.
 
     Args:
         calls, sizes, state_bytes: as for :func:`ends_of`.
@@ -213,14 +214,14 @@ class _Parts:
     ) -> None:
         self.calls = calls
         self._bytes_of = {name: state_bytes(size) for name, size in sizes.items()}
-        # A search asks for them once per stage.
+        # A search asks for each part once per stage.
         self.held_bytes = cache(self._held_bytes)
         self.memory = cache(self._memory)
 
     def _held_bytes(self, start: int, stop: int) -> float:
-        # A dict has one order on all ranks, by which a sum rounds; a set has not.
+        # A dict, not a set: its order, and so the rounding of the sum, is the same on all ranks.
         used = dict.fromkeys(name for call in self.calls[start:stop] for name in call.parameters)
-        # An optimizer takes no empty list of parameters.
+        # An optimizer does not accept an empty list of parameters.
         return sum(map(self._bytes_of.__getitem__, used)) if used else math.inf
 
     def _memory(self, start: int, stop: int) -> StageMemory:
@@ -228,7 +229,7 @@ class _Parts:
 
 
 class _Alike:
-    """Costs of stages that run all microbatches alike.
+    """Costs of stages that run all microbatches in the same way.
 
     Args:
         room_bytes: limit for a stage.
@@ -245,7 +246,7 @@ class _Alike:
         return held + self._parts.memory(start, stop).peak_of(self._in_flight[stage])
 
     def added_us(self, stage: int, start: int, stop: int) -> float:
-        # Most parts that do not fit do not by their parameters alone.
+        # Most parts that do not fit exceed the limit by their parameters alone.
         held = self._parts.held_bytes(start, stop)
         needed = held if held > self._room_bytes else self.num_bytes(stage, start, stop)
         return 0.0 if needed <= self._room_bytes and needed < math.inf else math.inf
@@ -256,8 +257,8 @@ class _Mixed:
 
     Args:
         most: calls of a microbatch that keeps most.
-        rest: of the others.
-        places: of every stage.
+        rest: calls of the other microbatches.
+        places: the places of every stage.
         room_bytes: limit for a stage.
     """
 
@@ -294,5 +295,5 @@ class _Mixed:
             return math.inf
         share = len(chosen) / places.num_microbatches
         most_us, rest_us = (until[stop] - until[start] for until in self._longer_us)
-        # Sums of what is never negative round to less than nothing.
+        # Differences of prefix sums of non-negative values may round below 0.
         return max(0.0, share * most_us + (1 - share) * rest_us)

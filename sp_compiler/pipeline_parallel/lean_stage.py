@@ -7,11 +7,11 @@ With ``M`` microbatches, ``p`` of them in flight::
     received gradients          M buffers, for good     from receive to backward: 1
     sent activations            forward to backward: p  until they are sent: 1
 
-From torch 2.15 on torch's stage receives like this one, which then finds no buffers to move, and
-lets go of what it sent once the schedule has waited for the message.
+From torch 2.15 on, torch's stage receives in the same way (this class then finds no buffers to
+move), and frees what it sent once the schedule has waited for the message.
 
-The backward of a sent value starts from its place in autograd's graph, which has its shape; nothing
-reads its numbers any more. If another call of the stage has saved the value, it lives on for that
+The backward of a sent value starts from its edge in autograd's graph, which has its shape; nothing
+reads its data any more. If another call of the stage has saved the value, it stays alive for that
 call.
 """
 
@@ -51,12 +51,12 @@ class LeanStage(PipelineStage):
             self.device = device
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """As of the base class, into new memory."""
+        """As in the base class, into new memory."""
         _move(self.args_recv_info[fwd_chunk_id], self.device)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """As of the base class, into new memory."""
+        """As in the base class, into new memory."""
         if self.has_backward and not self.is_last:
             _move(self.grad_recv_info[bwd_chunk_id], self.device)
         return super().get_bwd_recv_ops(bwd_chunk_id)
@@ -64,16 +64,16 @@ class LeanStage(PipelineStage):
     def set_local_bwd_input(
         self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int
     ) -> None:
-        """Like the base class's; without a gradient it is zeros."""
+        """As in the base class; a missing gradient is replaced by zeros."""
         super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
         infos = self.grad_recv_info[mb_index]
         for info, grad in zip(infos, next_stage_bwd_outputs, strict=True):
-            # Torch fills the buffer with zeros or leaves it as it is, by version; here is none yet.
+            # By version, torch zeroes the buffer or leaves it as it is; here it has no memory.
             if grad is None and info.buffer is not None:
                 info.buffer = torch.zeros_like(info.buffer, device=self.device)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Like the base class's; values to send are not returned, because a schedule would hold
+        """As in the base class, but values to send are not returned, because a schedule would hold
         them."""
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         _move(self.args_recv_info[fwd_chunk_id], _NOWHERE)
@@ -85,21 +85,21 @@ class LeanStage(PipelineStage):
         return output
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Like the base class's, of dense tensors, which only the operations hold."""
+        """As in the base class, with contiguous tensors, which only the operations hold."""
         ops = super().get_fwd_send_ops(fwd_chunk_id)
         if not self.is_last:
             self._let_go(fwd_chunk_id)
         return _in_order(ops)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Like the base class's, of dense tensors."""
+        """As in the base class, with contiguous tensors."""
         return _in_order(super().get_bwd_send_ops(bwd_chunk_id))
 
     def _let_go(self, chunk: int) -> None:
-        """Keep only the place in autograd's graph of a forward's results."""
+        """Keep only the edges in autograd's graph of a forward's results."""
         if hasattr(self, "_forward_chunk_states"):
-            # Torch 2.15 does it when the schedule has waited for the message, and not at all for a
-            # stage on the same rank or where gradients of weights are delayed.
+            # Torch 2.15 does so once the schedule has waited for the message, and not at all for a
+            # stage on the same rank or if gradients of weights are delayed.
             state = self._forward_chunk_states.pop(chunk)
             if self.has_backward:
                 state.output_grad_edges = _edges(state.live_outputs)
@@ -111,18 +111,18 @@ class LeanStage(PipelineStage):
             self.fwd_cache[chunk] = _edges(outputs), inputs
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """As of the base class."""
+        """As in the base class."""
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         _move(self.grad_recv_info[bwd_chunk_id], _NOWHERE)
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
-        """Like the base class's, from what :meth:`_let_go` keeps."""
+        """As in the base class, but from what :meth:`_let_go` keeps."""
         edges = bwd_kwargs["stage_output"]
         if isinstance(edges, Tensor):  # the loss
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-        # Schedules that split a backward have their gradients of weights from ``dw_builder``.
+        # Schedules that split a backward get the gradients of weights from ``dw_builder``.
         assert backward_type == "full"
         flowing = [
             (edge, grad)
@@ -147,9 +147,9 @@ def _taken_gradient(value: Any) -> Tensor | None:
 
 
 def _in_order(ops: list[dist.P2POp]) -> list[dist.P2POp]:
-    """Have what ``ops`` send lie in order of its dims: a transposed view (T5's bias) does not."""
+    """Make the tensors that ``ops`` send contiguous: a transposed view (T5's bias) is not."""
     for op in ops:
-        # What is received goes into a dense buffer, element by element.
+        # Messages are received into a contiguous buffer, element by element.
         op.tensor = op.tensor.contiguous()
     return ops
 
@@ -160,7 +160,7 @@ def _move(infos: Sequence[Any], device: torch.device) -> None:
         # The inputs of the first stage, and values without a gradient, are not received.
         buffer = getattr(info, "buffer", None)
         if buffer is not None and buffer.device != device:
-            # Not empty_like, which for a meta tensor runs Python code: 20 times as long.
+            # Not empty_like, which for a meta tensor runs Python code, and takes 20 times as long.
             info.buffer = torch.empty(
                 buffer.shape, dtype=buffer.dtype, device=device, requires_grad=buffer.requires_grad
             )

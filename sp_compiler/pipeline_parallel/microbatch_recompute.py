@@ -1,15 +1,15 @@
 """Microbatches that a stage runs with less recomputation than the others.
 
-A stage has several microbatches in flight, and memory is left where fewer would fill it. As many of
-them as fit keep all that ``recompute`` keeps; the others are run by a second program, of
+A stage has several microbatches in flight. If not all of them fit into memory with what
+``recompute`` keeps, as many as fit keep that; the others run a second program, compiled with
 ``recompute_rest`` (Korthikanti et al., arXiv 2205.05198, appendix C)::
 
     rank 0 of 1F1B    F0 F1 F2 F3 B0 F4 B1 F5 ...
     keeps most        0  1        -  4  -  5       two at a time
     recomputes              2  3
 
-A microbatch keeps most if a place is free when its forward begins. So what a stage does follows
-from its schedule and from the number of its places, and is the same on every rank.
+A microbatch keeps most if a place is free when its forward begins. So the choice follows from the
+schedule of the stage and its number of places, and is the same on every rank.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ Parts = Sequence[Sequence[CallPlan]]
 
 
 def cut(calls: Sequence[CallPlan], ends: Sequence[int]) -> Parts:
-    """Return the calls of every stage; each ends in front of one of ``ends``."""
+    """Return the calls of every stage; each ends before one of ``ends``."""
     return [calls[start:end] for start, end in itertools.pairwise([0, *ends])]
 
 
 def require_memory(recompute_rest: str | None, memory: object) -> None:
-    """Raise :class:`ArgumentError` where nothing says how many microbatches fit."""
+    """Raise :class:`ArgumentError` if nothing says how many microbatches fit."""
     if recompute_rest is not None and memory is None:
         raise ArgumentError(
             f"recompute_rest={recompute_rest!r} without memory=: give the limit of each stage, for "
@@ -53,7 +53,7 @@ def with_places(order: Sequence[Action], places: int) -> frozenset[int]:
 
     Args:
         order: actions of one stage.
-        places: how many of those in flight may.
+        places: number of microbatches in flight that may keep most.
     """
     now: set[int] = set()
     chosen: set[int] = set()
@@ -87,7 +87,7 @@ class Places:
         """Return those of every stage.
 
         Args:
-            orders: of every rank.
+            orders: actions of every rank.
         """
         own: list[list[Action]] = [[] for _ in range(num_stages)]
         for action in itertools.chain.from_iterable(orders):
@@ -98,8 +98,8 @@ class Places:
         """Yield the peak of activations with each number of places, from the largest down to 0.
 
         Args:
-            most: of a microbatch that keeps most.
-            rest: of one that does not.
+            most: memory of a microbatch that keeps most.
+            rest: memory of one that does not.
         """
         for loads in reversed(self._loads):
             yield max(load.peak_bytes(most, rest) for load in loads)
@@ -111,8 +111,8 @@ class Places:
 
         ``None`` if no number of them fits, not even 0. Arguments as for :meth:`peaks_bytes`.
         """
-        # From the largest down, for recomputing takes memory too, in backward: without it more
-        # microbatches may fit than with a little.
+        # From the largest down: recomputation takes memory in backward too, so a larger number may
+        # fit where a smaller one does not.
         peaks = self.peaks_bytes(most, rest)
         for chosen, peak_bytes in zip(reversed(self._choices), peaks, strict=True):
             if peak_bytes <= room_bytes:
@@ -124,7 +124,7 @@ class _Load(NamedTuple):
     """An action, and what its stage holds of other microbatches meanwhile.
 
     Attributes:
-        kind: of the action.
+        kind: kind of the action.
         recomputes: whether its microbatch keeps less.
         kept: number of others whose forward has run, those that keep most first.
         handed: number of others between the two functions of their backward, in the same order.
@@ -148,9 +148,9 @@ class _Load(NamedTuple):
 
 
 def _largest_loads(order: Sequence[Action], chosen: frozenset[int]) -> list[_Load]:
-    """Return the loads of a step that are part of no other.
+    """Return the loads of a step that no other load contains.
 
-    They are few, and a step is long: the search for a cut asks for the peak of many stages.
+    There are few of them, and a step is long: the search for a cut asks for many stages' peaks.
     """
     kept, handed = [0, 0], [0, 0]
     largest: dict[tuple[Any, bool], list[_Load]] = {}
@@ -182,18 +182,18 @@ def saving_microbatches(
     """Return for every stage the microbatches that keep most.
 
     Args:
-        places: of every stage.
-        parts: with ``recompute``.
-        rest: with ``recompute_rest``.
-        sizes: of the parameters, on one rank.
+        places: the places of every stage.
+        parts: calls with ``recompute``.
+        rest: calls with ``recompute_rest``.
+        sizes: sizes of the parameters on one rank.
         memory_bytes: limit of each stage.
-        state_bytes: of a parameter with its gradient and optimizer state.
+        state_bytes: returns the bytes of a parameter with its gradient and optimizer state.
     """
     chosen = []
     for each, own, other in zip(places, parts, rest, strict=True):
         used = dict.fromkeys(name for call in own for name in call.parameters)
         room_bytes = memory_bytes - sum(state_bytes(sizes[name]) for name in used)
         fitting = each.most_that_fit(StageMemory.of(own), StageMemory.of(other), room_bytes)
-        # None fits where inputs are larger than those of the cut: then as little as possible.
+        # None if inputs are larger than those of the cut: then keep as little as possible.
         chosen.append(fitting or frozenset())
     return chosen

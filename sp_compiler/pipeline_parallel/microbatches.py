@@ -47,11 +47,11 @@ def microbatches_of(
 
     Args:
         leaves: leaves from :func:`sp_compiler.trace.export.flatten_inputs`.
-        names: returns the names of the leaves; called for an error alone.
+        names: returns the names of the leaves; called only for an error.
         count: number of microbatches.
 
     Raises:
-        ArgumentError: no tensor, or a batch that ``count`` does not divide.
+        ArgumentError: no tensor, or a batch that is not divisible by ``count``.
         UnsupportedError: an input requires a gradient.
     """
     sizes = [leaf.shape[0] if isinstance(leaf, Tensor) and leaf.dim() else None for leaf in leaves]
@@ -61,7 +61,7 @@ def microbatches_of(
             f"no input is a tensor with a batch dim, to be cut into microbatches={count}: pass the "
             "batch as dim 0 of an input"
         )
-    # Not padded: rows that are none would count in a mean over tokens.
+    # Not padded: padding rows would count in a mean over tokens.
     if batch % count or not batch:
         first = names()[sizes.index(batch)]
         raise ArgumentError(
@@ -85,19 +85,19 @@ def microbatches_of(
 def require_one_way(
     program: Program, parts: Sequence[Sequence[Any]], buffers: Mapping[str, Tensor]
 ) -> None:
-    """Raise an error unless the forward of each microbatch reads the numbers that ``program`` is
-    for.
+    """Raise an error unless the forward of each microbatch reads the values that ``program`` was
+    compiled for.
 
     Args:
-        program: of the first microbatch; the others run it too.
+        program: program of the first microbatch; the others run it too.
         parts: flattened inputs of the other microbatches.
         buffers: name to buffer.
 
     Raises:
-        UnsupportedError: a number differs, with its line.
+        UnsupportedError: a value differs; the message names its line.
     """
     for number, leaves in enumerate(parts, start=1):
-        # In order: the forward takes another way from the first that differs.
+        # In order: after the first that differs, the forward takes another path.
         for each in program.decisions:
             if (value := repr(each.read(leaves, buffers))) != each.value:
                 raise UnsupportedError(
@@ -117,7 +117,7 @@ def joined_outputs(
 ) -> Mapping[Ref, Tensor]:
     """Return the outputs of a batch by their source; empty where no microbatch has outputs.
 
-    A parameter, or an input that belongs to every microbatch, is returned as it is.
+    A parameter, or an input that belongs to every microbatch, is returned as is.
 
     Args:
         compiled: the program of one microbatch.
@@ -160,17 +160,17 @@ def joined(
     """Return one output of a batch, from those of its microbatches.
 
     Args:
-        parts: of the microbatches, in order.
+        parts: those of the microbatches, in order.
         weights: weight of each microbatch.
         lengths: see :func:`batch_lengths`.
 
     Raises:
-        UnsupportedError: of several microbatches, an output whose first dim is not the batch's, or
-            a scalar of integers, of which a sum may be meant.
+        UnsupportedError: there are several microbatches, and the first dim of the output is not the
+            batch's, or the output is an integer scalar, which may be meant to be summed.
     """
     first = parts[0]
     if first.dim() == 0 and (first.is_floating_point() or first.is_complex()):
-        # Such as the loss of a router. The mean over no tokens is NaN, and weighs nothing.
+        # Such as the loss of a router. The mean over no tokens is NaN, with weight 0.
         wide = torch.promote_types(first.dtype, torch.float64)
         factors = [torch.as_tensor(w, dtype=torch.float64, device=first.device) for w in weights]
         terms = [
@@ -182,12 +182,12 @@ def joined(
         return first
     # Not any multiple of the rows: that may be layers, experts or positions.
     if first.dim() == 0 or first.shape[0] not in lengths:
-        what = "is no mean" if first.dim() == 0 else "has no batch as its first dim"
+        what = "is not a mean" if first.dim() == 0 else "does not have the batch as its first dim"
         raise UnsupportedError(
             f"the model returns a tensor of shape {tuple(first.shape)} and {first.dtype} for a "
             f"microbatch of {lengths[0]} rows, which {what}: the pipeline cannot join those of "
-            "several microbatches; return a tensor whose first dim is the batch, or none, or use "
-            "eval_loss(...)"
+            "several microbatches; return a tensor whose first dim is the batch, or no tensor, or "
+            "use eval_loss(...)"
         )
     return torch.cat(list(parts))
 

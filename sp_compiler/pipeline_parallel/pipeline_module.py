@@ -67,7 +67,7 @@ class PipelineModule(StageParameters):
             equal weights.
         memory_bytes: limit for a stage; ``None`` for no limit.
         fsdp: options of FSDP2 over the data axes; ``None`` if there are no data axes.
-        build_loss: compiles like the module, for the loss alone.
+        build_loss: compiles like the module, but only for the loss.
         return_outputs: whether a step returns the model's outputs.
     """
 
@@ -95,10 +95,10 @@ class PipelineModule(StageParameters):
         self._fsdp = fsdp
         self._paths: tuple[str, ...] = ()
         self._ends: list[int] = []
-        # Weak, as the cache of programs keeps only a few.
+        # Weak references: the program cache keeps only a few programs.
         self._runners = WeakKeyDictionary[CompiledProgram, StageRunner]()
         self._stage_ranks = StageRanks(self._state, axis)
-        # Every compilation goes through the cut, also those that a call of another size asks for.
+        # Every compilation goes through the cut, including those for inputs of another size.
         self._build, self._state.build = self._state.build, self._build_to_cut
         self._build_loss = build_loss
         self._return_outputs = return_outputs
@@ -117,7 +117,7 @@ class PipelineModule(StageParameters):
             stages = self._cut(compiled)
             ranks = [self._schedule.rank_of(i, self._axis.size) for i in range(len(stages))]
             self._held = [stage.parameters for stage in stages]
-            # Before FSDP2 is applied: what other ranks hold must not be gathered here.
+            # Before FSDP2 is applied: parameters of other ranks must not be gathered here.
             self._keep_own(stages, ranks)
             if self._fsdp is not None:
                 self._shard_over_data(compiled, self._fsdp)
@@ -139,8 +139,8 @@ class PipelineModule(StageParameters):
             ``sp_compiler.pipeline(..., return_outputs=True)`` the model's outputs, as :meth:`eval`.
 
         Raises:
-            ArgumentError: the number of microbatches does not divide the batch, or the model does
-                not take these arguments.
+            ArgumentError: the batch is not divisible by the number of microbatches, or the model
+                does not take these arguments.
             UnsupportedError: called under ``no_grad``; an input requires a gradient; parameters
                 were frozen or unfrozen since :func:`sp_compiler.pipeline`.
             RankMismatchError: the ranks of "pp" or "tp" got different inputs.
@@ -151,11 +151,10 @@ class PipelineModule(StageParameters):
                 "eval_loss(...)"
             )
         parameters = self._state.parameters
-        # Summed over the holders already: summed once more it would count as often as there are
-        # holders.
+        # Already summed over the holders: summing them again would count them once per holder.
         earlier = self._ties.before(parameters)
         deferred = self._state.deferred
-        # Microbatches add up on each rank; one reduction follows them.
+        # Microbatches accumulate on each rank; one reduction follows them.
         deferred.enabled = True
         try:
             result = self._run(args, kwargs, train=True, loss_only=not self._return_outputs)
@@ -164,8 +163,8 @@ class PipelineModule(StageParameters):
             raise
         finally:
             deferred.enabled = False
-            deferred.pending.clear()  # what a step that failed left is part of no later one
-        # Behind the step: torch's schedules run stages at different times, and holders must meet.
+            deferred.pending.clear()  # a failed step leaves nothing to later ones
+        # After the step: torch's schedules run stages at different times, and holders must meet.
         self._ties.after(parameters, earlier)
         return result
 
@@ -209,13 +208,13 @@ class PipelineModule(StageParameters):
                 "eval(...) takes a batch and returns the model's outputs; a pipeline has no modes "
                 "to switch: step(...) trains, eval(...) evaluates"
             )
-        # By module, for a model may have frozen norms in evaluation mode.
+        # Per module, since a model may keep some norms in evaluation mode.
         modes = [(module, module.training) for module in self.module.modules()]
         self.module.eval()
         try:
             return self._run(args, kwargs, train=False, loss_only=loss_only)
         finally:
-            # Not train(): parts of the model may be in evaluation mode for good.
+            # Not train(): parts of the model may be in evaluation mode permanently.
             for module, mode in modes:
                 module.training = mode
 
@@ -238,7 +237,7 @@ class PipelineModule(StageParameters):
     def _flat(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[list[Any], pytree.TreeSpec, Callable[[], list[str]]]:
-        """Return the leaves, their structure, and what makes their names, which errors have."""
+        """Return the leaves, their structure, and a function that returns their names."""
         leaves, structure = flatten_inputs(args, kwargs, self._state.unordered)
         names = partial(input_names, self.module, args, kwargs)
         return [plain_input(leaf) for leaf in leaves], structure, names
@@ -253,8 +252,8 @@ class PipelineModule(StageParameters):
         with self._stage_ranks.reporting():
             if self._trained != self._trained_now():
                 raise UnsupportedError(
-                    "requires_grad of a parameter was changed since sp_compiler.pipeline, which "
-                    "other stages do not know of: freeze before"
+                    "requires_grad of a parameter was changed after sp_compiler.pipeline, which "
+                    "other stages do not know: freeze parameters before"
                 )
             self._stage_ranks.agree(leaves, structure, names)
             compiled = self._program_of(parts, structure)
@@ -266,14 +265,14 @@ class PipelineModule(StageParameters):
             weights = self._stage_ranks.weights(self._weigh, parts, structure)
             feed, gathered = Feed(parts, seeds, weights), self._gathered
             with contextlib.nullcontext() if not gathered else gathered.gathered(reduce=train):
-                # Not kept if it fails: torch's stages hold what was left of the microbatches.
+                # Dropped if it fails: torch's stages still hold data of unfinished microbatches.
                 runner = self._runners.pop(compiled)
                 runner.run(feed, train=train)
                 self._runners[compiled] = runner
                 self._reduce_partial()
-                # All gradients are reduced, or none: what is not reduced is dropped.
+                # All gradients are reduced, or none: those not reduced are dropped.
                 self._stage_ranks.meet_over_data()
-            # First, because what cannot be joined raises, here and on the ranks that wait.
+            # Before total(), in which other ranks wait: an output that cannot be joined raises.
             outputs = joined_outputs(compiled, state.group, feed.outputs, weights, parts)
             loss = self._stage_ranks.total(feed.losses)
             return loss if loss_only else user_outputs(compiled, loss, outputs)
@@ -281,7 +280,7 @@ class PipelineModule(StageParameters):
     def _program_of(
         self, parts: Sequence[list[Any]], structure: pytree.TreeSpec
     ) -> CompiledProgram:
-        """Return the program of these microbatches, which have one size."""
+        """Return the program of these microbatches, which all have the same size."""
         with COMPILING:
             compiled = executor_for(self._state, parts[0], structure).compiled
         require_one_way(compiled.program, parts[1:], self._state.buffers)
@@ -290,8 +289,8 @@ class PipelineModule(StageParameters):
     def _reduce_partial(self) -> None:
         """Sum pending gradients over the tensor-parallel ranks, once per step.
 
-        Over data axes there are none: FSDP2 reduces the partial sums first, and this rank's shards
-        are summed then.
+        With data axes there are none: FSDP2 reduces the partial sums first, and only this rank's
+        shards are summed afterwards.
         """
         pending = self._state.deferred.pending
         names = list(pending)
@@ -309,23 +308,23 @@ class PipelineModule(StageParameters):
         fixed: dict[str, Placement] | None,
         open_dims: bool,
     ) -> CompiledProgram:
-        # Buffers that stages receive into have one size: none is left open.
+        # Stages receive into buffers of a fixed size, so no dim stays open.
         build = self._build_loss if self._state.loss_only else self._build
         compiled = build(model, args, kwargs, fixed, False)
-        # A program that cannot be cut is refused while the model can still be given back.
+        # A program that cannot be cut is refused while the model can still be restored.
         self._cut(compiled)
         return compiled
 
     def _cut(self, compiled: CompiledProgram) -> list[Stage]:
-        # The runtime, which hands programs on, knows none with a plan.
+        # The runtime passes programs on without knowing their plans.
         assert isinstance(compiled, PlannedProgram)
         program, rest = compiled.program, compiled.rest
         loss = loss_of(program)
         if program.stored and not self._ends:
             warn(
-                "a pipeline returns its loss alone, and leaves attributes that forward changes as "
-                f"they are: {', '.join(map(str, program.stored))}; where the loss is to have a "
-                "part from them, let the forward add it"
+                "a pipeline returns only its loss, and does not update attributes that forward "
+                f"changes: {', '.join(map(str, program.stored))}; if they should contribute to "
+                "the loss, add them to it in forward"
             )
         chain = chain_of(program, loss)
         paths = tuple(program.calls[index].path for index in chain)
@@ -337,14 +336,14 @@ class PipelineModule(StageParameters):
             mixed = Rest([rest.plan.calls[index] for index in chain], places)
         limit, state_bytes = self._memory_bytes, self._state_bytes
         if not self._ends:
-            # Cut once: parameters cannot move to another rank with every size of the inputs.
+            # Cut once: parameters cannot move to another rank for every size of the inputs.
             in_flight = most_in_flight(orders, self._num_stages)
             self._ends = ends_of(calls, sizes, in_flight, limit, state_bytes, mixed)
             self._paths = paths
         elif self._paths != paths:
             raise UnsupportedError(
-                "these inputs, or this mode, take another way through the model than those that "
-                "it was cut for: the parameters of every stage are fixed; pad inputs to one form"
+                "these inputs, or this mode, take another path through the model than those that "
+                "it was cut for; the parameters of every stage are fixed: pad inputs to one form"
             )
         stages = stages_of(compiled, loss, chain, self._ends)
         self._require_held(stages)
@@ -359,10 +358,10 @@ class PipelineModule(StageParameters):
         ]
 
     def _require_held(self, stages: Sequence[Stage]) -> None:
-        # Empty while the first program is cut, by which it is decided what the stages hold.
+        # Empty while the first program is cut, which decides what the stages hold.
         for stage, held in zip(stages, self._held, strict=False):
             if missing := sorted(stage.parameters - held):
-                # Without outputs that are left out of a step, or with those of each step.
+                # Otherwise an output that a step leaves out may need them.
                 by_inputs = self._state.loss_only or self._return_outputs
                 raise UnsupportedError(_not_held(missing, by_inputs=by_inputs))
 

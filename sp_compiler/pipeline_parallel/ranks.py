@@ -24,7 +24,7 @@ from sp_compiler.runtime.keys.call_key import call_key
 from sp_compiler.runtime.rank_checks import RankAgreement
 
 Weigh = Callable[..., Tensor | float]
-"""Weight of a microbatch's loss, of its inputs."""
+"""Function from the inputs of a microbatch to the weight of its loss."""
 
 
 class StageRanks:
@@ -32,7 +32,7 @@ class StageRanks:
 
     Args:
         state: state of the module, with the axis "tp" and the data axes.
-        axis: of the pipeline.
+        axis: the mesh axis of the pipeline.
     """
 
     def __init__(self, state: ModuleState, axis: PipelineAxis) -> None:
@@ -42,9 +42,9 @@ class StageRanks:
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
-        """Context whose errors raise on all ranks of the mesh: each rank tells those along its own
+        """Context whose errors raise on all ranks of the mesh: each rank reports them along its own
         axes."""
-        # The module's group last: it raises where its data axes are unusable.
+        # The module's group last: it raises if its data axes are unusable.
         with self._axis.watched.reporting(), self._state.group.reporting():
             yield
 
@@ -56,8 +56,8 @@ class StageRanks:
         ``names`` returns the names of ``leaves``; called only if something differs.
 
         Raises:
-            RankMismatchError: they differ, so that one stage would read labels of other tokens than
-                another one computes.
+            RankMismatchError: they differ, so that stages would work on tokens and labels of
+                different batches.
         """
         # Without parameters, which differ between stages, and without attributes, some of
         # which FSDP sets on the modules that it manages.
@@ -67,15 +67,15 @@ class StageRanks:
         self._agreement.begin_call(key, leaves, names, compiled=True)
         if self._agreement.every_call:
             self._agreement.settle()  # before anything is sent
-        # Of this stage's blocks, whose values its tensor-parallel ranks gather for them.
+        # Hooks of this stage's blocks: its tensor-parallel ranks gather values for them.
         if hooks := self._state.layout.hooks():
             self._state.agreement.require_equal("runs hooks of blocks", {"hooks": hooks})
 
     def agree_on_weights(self) -> None:
         """Compare parameters and buffers with those of the other stages, or take the first rank's.
 
-        While each rank still has the full model: a stage that started from other files, or from
-        another seed, than the rest would be trained on as if it belonged to them.
+        Called while each rank still has the full model. Otherwise a stage initialized from other
+        files, or with another seed, than the others would be trained as if it belonged to them.
 
         Raises:
             RankMismatchError: they differ, with their names.
@@ -92,7 +92,7 @@ class StageRanks:
     def meet_over_data(self) -> None:
         """Wait for the other parts of the data, and check whether they failed.
 
-        Where nothing is awaited on the host, it does nothing.
+        Does nothing on accelerators, where nothing waits on the host.
         """
         if self._state.device().type != "cpu":
             return
@@ -105,7 +105,7 @@ class StageRanks:
 
     def seeds(self, count: int) -> list[Tensor]:
         """Draw a seed for each of ``count`` microbatches, as consecutive forwards would."""
-        # On every rank, though one rank's are used: generators stay where those of the others are.
+        # On every rank, though one rank's are used: all generators stay in the same state.
         drawn = [on_device(draw_seed(), self._state.device()) for _ in range(count)]
         seeds = torch.stack(drawn)
         if self._state.group.process_group is not None:
@@ -113,7 +113,7 @@ class StageRanks:
         if self._axis.size > 1:
             broadcast(seeds, self._axis.watched)
         part = self._state.group.data.rank
-        # Parts of the data have masks of their own, as in forward_seed.
+        # Each part of the data has its own masks, as in forward_seed.
         return [call_seed(seed, part) if part else seed for seed in seeds]
 
     def weights(
@@ -137,21 +137,21 @@ class StageRanks:
         for name in data.names:
             assert data.mesh is not None
             dist.all_reduce(total, group=watched(data.mesh.get_group(name)))
-        # Gradients are averaged over the parts of the data, which would divide once more.
+        # Gradients are averaged over the parts of the data, which would divide again.
         return [weight / total.to(weight) * data.size for weight in weights]
 
     def total(self, losses: Iterable[Tensor]) -> Tensor:
         """Return the sum of ``losses``, which the last stage has, on every rank of the pipeline."""
-        # In 64 bits, for the other ranks do not know the dtype of the loss.
+        # In 64 bits, since the other ranks do not know the dtype of the loss.
         total = torch.zeros((), dtype=torch.float64, device=self._state.device())
         for loss in losses:
             total += loss
-        # The others add nothing.
+        # The other ranks add 0.
         return self._axis.watched.communicator.all_reduce(total, "P", "I")
 
 
 def _number(weight: Any) -> Tensor:
-    """Return what ``weigh`` returned for a microbatch, without dimensions.
+    """Return what ``weigh`` returned for a microbatch, as a 0-dim tensor.
 
     Raises:
         ArgumentError: it is not one number.

@@ -19,7 +19,7 @@ from sp_compiler.pipeline_parallel.watched_stage import Messages, WatchedStage
 from sp_compiler.runtime.weight_gradients import WeightGradients
 
 _WRAPPERS = ("failed to run forward", "Failed to run stage backward")
-"""In the texts of the errors that torch's stages raise from those of their modules."""
+"""In the messages of errors that torch's stages raise from errors of their modules."""
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Feed:
         seeds: seeds of random numbers.
         weights: weights of the losses; they sum to 1 over all parts of the data.
         losses: weighted losses, in order of computation; on the last stage.
-        outputs: what the model returns beside its loss, by microbatch; on the last stage.
+        outputs: what the model returns in addition to its loss, by microbatch; on the last stage.
     """
 
     leaves: Sequence[Sequence[Any]]
@@ -63,7 +63,7 @@ class StageModule(nn.Module):
         assert self.feed is not None
         state, number = self._state, int(microbatch)
         inputs = self.feed.leaves[number][: self._stage.num_inputs]
-        # torch hands the first stage the number a second time, as it receives nothing.
+        # torch passes the first stage the number a second time, since it receives nothing.
         values = [*inputs, *(() if self._is_first else received)]
         keeps_most = self._rest is None or number in self._stage.saving
         executor = self._executor if keeps_most else self._rest
@@ -73,19 +73,19 @@ class StageModule(nn.Module):
             for name, value in run.mutated_buffers.items():
                 state.buffers[name].copy_(value)
         if self._stage.sent:
-            # What a later stage only returns is not sent as something that has a gradient.
+            # A value that later stages only return is sent without a gradient.
             likes = zip(run.outputs, self._stage.returned_like, strict=True)
             return tuple(value if like.requires_grad else value.detach() for value, like in likes)
-        # Weighed in here: to torch all microbatches weigh the same.
+        # Weighted here: torch gives all microbatches the same weight.
         weight = self.feed.weights[number]
         loss = run.outputs[0]
         if isinstance(weight, Tensor):
             weight = weight.to(loss)
-            # The mean over no tokens is NaN, which is no part of the sum if it weighs nothing.
+            # The mean over no tokens is NaN, which must not enter the sum if its weight is 0.
             loss = torch.where(weight == 0, 0.0, loss * weight)
         else:
             loss = loss * weight
-        # Summed up behind the step: to read a number now would wait for the device.
+        # Summed after the step: reading a value now would wait for the device.
         self.feed.losses.append(loss.detach())
         self.feed.outputs[number] = [value.detach() for value in run.outputs[1:]]
         return loss
@@ -143,7 +143,7 @@ class StageRunner:
                 for module, index in zip(self._local, own, strict=True)
             ]
 
-        # Two sets of stages: with and without backward torch's stages receive into other buffers.
+        # Two sets of stages: torch's stages receive into other buffers with backward than without.
         self.training = schedule.make(torch_stages(), microbatches, _loss)
         self.evaluation = forward_only(torch_stages(), rank_of.__getitem__, microbatches)
         self._has_first = 0 in own
@@ -153,8 +153,8 @@ class StageRunner:
         for module in self._local:
             module.feed = feed
         index = numbers(self._microbatches)
-        # The schedule cuts what it is passed, so it is passed numbers: inputs that are no tensors,
-        # or have no batch dim, could not be cut.
+        # The schedule splits its arguments, so it gets numbers: inputs that are not tensors, or
+        # have no batch dim, could not be split.
         received = (index,) if self._has_first else ()
         try:
             if train:
@@ -164,8 +164,8 @@ class StageRunner:
                     self.evaluation.step(*received, microbatch=index, return_outputs=False)
         except BaseException as error:
             if self._messages is not None:
-                # What was sent may have nobody who receives it: no place is one that all stopped
-                # at, after which the group could go on.
+                # A sent message may have no receiver, and there is no point that all ranks have
+                # reached, from which the group could go on.
                 self._messages.board.num_started = -1 - self._messages.board.rank
             # torch's own error is about shapes; its cause, raised by the model or for another rank,
             # says what is wrong.
@@ -178,7 +178,7 @@ class StageRunner:
 
 
 def _loss(loss: Tensor, microbatch: Tensor) -> Tensor:
-    # The last stage returns it, weighed already.
+    # The last stage returns it already weighted.
     return loss
 
 

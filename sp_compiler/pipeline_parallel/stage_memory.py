@@ -4,7 +4,7 @@
 
     rank 0 of 1F1B    F0 F1 B0 F2 B1 ...
     kept              1  2  1  2  1     microbatches, each until its backward
-    at B0             microbatch 1 kept, and the most that the backward of microbatch 0 takes
+    at B0             microbatch 1 kept, and the peak of the backward of microbatch 0
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class StageMemory:
     def of(cls, calls: Sequence[CallPlan]) -> StageMemory:
         """Return the memory of a stage of ``calls``."""
         forward = backward = inputs = 0
-        # As a dict, for what several calls save (a mask, rotary tables) is there once.
+        # A dict, because a storage that several calls save (a mask, rotary tables) exists once.
         kept: dict[int, int] = {}
         kept_bytes = 0
         left_bytes = handed_bytes = sum(call.memory.handed_bytes for call in calls)
@@ -58,13 +58,13 @@ class StageMemory:
             backward = max(backward, around_bytes + memory.backward_bytes)
             left_bytes -= memory.handed_bytes
             inputs = max(inputs, around_bytes + left_bytes + memory.inputs_bytes)
-        # Run in the order of the backward, the last call first, each freeing what it was handed.
+        # They run in the order of the backward, the last call first; each frees what it was handed.
         weights = left_bytes = 0
         for call in calls:
             left_bytes += call.memory.handed_bytes
             weights = max(weights, left_bytes + call.memory.weights_bytes)
         if handed_bytes:
-            # A program of two functions has no third: both run, one after the other.
+            # A backward in two functions has no third one: both run, one after the other.
             backward = max(inputs, weights)
         return cls(
             kept_bytes,
@@ -89,8 +89,8 @@ class RankActivations:
     """Peak of the activations on one rank of a pipeline in a step.
 
     Attributes:
-        in_flight: number of forwards whose backward has not finished.
-        kept_bytes: bytes that these forwards save.
+        in_flight: largest number of forwards whose backward has not finished.
+        kept_bytes: largest number of bytes that these forwards save.
         peak_bytes: bytes including those of the running action.
     """
 
@@ -102,7 +102,7 @@ class RankActivations:
     def of(
         cls, order: Sequence[Action], memory_of: Callable[[Action], StageMemory]
     ) -> RankActivations:
-        """Simulate the ``order`` of a rank; ``memory_of`` is that of an action's stage."""
+        """Simulate the ``order`` of a rank; ``memory_of`` returns that of an action's stage."""
         count = now_bytes = 0
         most = most_bytes = peak_bytes = 0
         for action in order:

@@ -89,7 +89,7 @@ class StageParameters:
         Raises:
             ArgumentError: a parameter or buffer of this rank is missing.
         """
-        # Checkpoints of a grid hold all stages, and a rank reads what it has.
+        # Checkpoints of a grid hold all stages, and a rank reads only its part.
         own = set(self.state_dict())
         missing = own - set(state_dict)
         if missing:
@@ -123,7 +123,7 @@ class StageParameters:
             for name, parameter in module._parameters.items():
                 if parameter is not None and id(parameter) not in own:
                     module._parameters[name] = None
-        # Written by stages of other ranks, which alone know what is in them.
+        # Written by stages of other ranks, and only those ranks have the current values.
         self._foreign = frozenset(
             name
             for stage, rank in zip(stages, ranks, strict=True)
@@ -135,7 +135,7 @@ class StageParameters:
         self._state.programs = self._state.programs.rekeyed(
             lambda key: replace(key, parameters=tuple(key.parameters[i] for i in kept))
         )
-        # Asked anew: parameters that had no numbers may be among those that went.
+        # Checked again: parameters without data may be among those that were dropped.
         self._state.has_data = False
         self._trained = self._trained_now()
         self._ties = TiedParameters(holders, self._axis)
@@ -149,11 +149,11 @@ class StageParameters:
         data = self._state.group.data
         if data.names != (REPLICATE_AXIS,):
             options = {**options, "reshard_after_forward": False}
-        # FSDP's hook on the root never runs, and nothing is lost: a step gathers what it would.
+        # FSDP's hook on the root never runs, which is fine: a step gathers what the hook would.
         self._state.layout.calls_root = True
         apply_data_parallelism(self.module, compiled, self._state.group, options)
         self._state.layout.calls_root = False
-        # Programs are compiled of the full model; FSDP knows only this rank's part of it.
+        # Programs are compiled for the full model; FSDP knows only this rank's part of it.
         policy = options.get("mp_policy")
         self._state.absent_dtype = None if policy is None else policy.param_dtype
         self._gathered = GatheredParameters(self.module, self._state.fsdp)

@@ -8,8 +8,8 @@
     stage 2    Tables h.2 Epilogue            receives hidden, returns the loss
 
 A value that skips a stage (an encoder's output, a router's logits) is received and sent on by every
-stage between. Values that depend on inputs alone are not sent: each stage that reads them calls
-``Tables``, which is elementwise work at memory bandwidth, many times that of a link.
+every stage in between. Values that depend on inputs alone are not sent: each stage that reads them
+calls ``Tables``: elementwise work at memory bandwidth, which is many times that of a link.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Stage:
         returned_like: meta tensors like the sent values; on the last stage, like the loss.
         parameters: stored names of the parameters that it uses.
         buffers: names of the buffers that it uses or writes.
-        rest: the same calls with ``recompute_rest``; ``None`` if all microbatches are alike.
+        rest: the same calls with ``recompute_rest``; ``None`` if ``compiled`` runs all of them.
         saving: the microbatches that ``compiled`` runs; ``rest`` runs the others.
     """
 
@@ -89,13 +89,13 @@ def returned_refs(program: Program) -> list[Ref]:
 
 
 def chain_of(program: Program, loss: Ref) -> list[int]:
-    """Return the numbers of the calls that are divided into stages: those that the loss needs."""
+    """Return the indices of the calls that are divided into stages: those that the loss needs."""
     needed = _needed(program, {loss.index})
     return [i for i in sorted(needed) if not is_table(program, program.calls[i])]
 
 
 def _needed(program: Program, wanted: set[int]) -> set[int]:
-    """Return the numbers of the calls ``wanted`` and of all whose values they read."""
+    """Return the indices of the calls ``wanted`` and of all whose values they read."""
     needed = set(wanted)
     for index in reversed(range(len(program.calls))):
         if index in needed:
@@ -117,7 +117,7 @@ def stages_of(
     starts = [0, *ends[:-1]]
     parts = [list(chain[start:end]) for start, end in zip(starts, ends, strict=True)]
     stage_of = {index: stage for stage, part in enumerate(parts) for index in part}
-    # Without what the loss does not need: to the rest no gradient flows.
+    # Only what the loss needs: no gradient flows to other values.
     flowing = crossing(program, [loss], stage_of, len(parts))
     # What the loss does not need (the running mean of a batch norm, a second head) belongs to the
     # stage that has what it reads.
@@ -130,7 +130,7 @@ def stages_of(
             stage_of[index] = max((stage_of[i] for i in read if i in stage_of), default=0)
             parts[stage_of[index]].append(index)
     received = crossing(program, returned, stage_of, len(parts))
-    # A counter that is a table is made on several stages, and written by the first.
+    # A counter that is a table is computed on several stages, and written by the first.
     written = [
         {
             name: ref
@@ -154,7 +154,7 @@ def stages_of(
 
 
 def _tables(program: Program, part: Sequence[int], kept: Iterable[Ref]) -> list[int]:
-    """Return the numbers of the tables that a stage reads, returns or writes into a buffer."""
+    """Return the indices of the tables that a stage reads, returns or writes into a buffer."""
     refs = [*kept, *(ref for index in part for ref in program.calls[index].args)]
     read = {ref.index for ref in refs if ref.kind == "call"}
     return [i for i in sorted(read) if is_table(program, program.calls[i])]
@@ -168,16 +168,16 @@ def crossing(
 
     Args:
         returned: values that the last stage returns.
-        stage_of: stage by number of each divided call; tables are in none.
+        stage_of: stage by index of each divided call; tables are in none.
     """
     received: list[set[Ref]] = [set() for _ in range(num_stages + 1)]
     uses = [(ref, stage_of[i]) for i in stage_of for ref in program.calls[i].args]
     for ref, user in [*uses, *((ref, num_stages - 1) for ref in returned)]:
         if ref.kind == "call" and ref.index in stage_of:
-            # Through every stage between: schedules send to neighbours only.
+            # Through every stage in between: schedules send to neighbours only.
             for stage in range(stage_of[ref.index] + 1, user + 1):
                 received[stage].add(ref)
-    # Sorted, for the sender and the receiver must have one order.
+    # Sorted: the sender and the receiver must use the same order.
     return [sorted(refs, key=lambda ref: (ref.index, ref.output)) for refs in received]
 
 
@@ -191,8 +191,8 @@ def _stage(
 ) -> Stage:
     program = compiled.program
     new_index = {old: new for new, old in enumerate(part)}
-    # Of the whole program, so that all stages number what they receive alike; also those that it
-    # only returns, or stores in a buffer.
+    # Of the entire program, so that all stages number received values the same way; including
+    # values that it only returns, or stores in a buffer.
     reads = [ref for call in program.calls for ref in call.args]
     reads += [*returned, *program.mutated_buffers.values()]
     num_inputs = 1 + max((ref.index for ref in reads if ref.kind in ("input", "size")), default=-1)
@@ -268,7 +268,7 @@ def _buffers_read(program: Program, part: Sequence[int]) -> set[str]:
         call = program.calls[index]
         outputs = call.region.outputs
         if is_table(program, call):
-            # All stages run all of it, for the sake of the outputs that they read.
+            # Each stage runs the entire table, but needs only the outputs that it reads.
             outputs = [outputs[ref.output] for ref in used if ref.index == index]
         origins = ancestors(outputs)
         names |= {ref.name for node, ref in call.inputs if ref.kind == "buffer" and node in origins}

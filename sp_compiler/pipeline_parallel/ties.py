@@ -22,7 +22,7 @@ class TiedParameters:
 
     Args:
         holders: stored name to the pipeline ranks that hold the parameter; the same on every rank.
-        axis: of the pipeline.
+        axis: the mesh axis of the pipeline.
 
     Attributes:
         holders: holders of parameters that several ranks hold.
@@ -57,7 +57,7 @@ class TiedParameters:
             if not parameter.requires_grad:
                 continue
             own = parameter.grad
-            # A holder whose stage did not use it still takes part, or the others would wait.
+            # A holder whose stage did not use it still takes part, or others would wait forever.
             local = torch.zeros_like(local_tensor(parameter)) if own is None else local_tensor(own)
             total = self._sum(local.contiguous(), self.holders[name])
             parameter.grad = earlier.get(name)
@@ -65,14 +65,14 @@ class TiedParameters:
 
     @torch.no_grad()
     def _sum(self, own: Tensor, holders: frozenset[int]) -> Tensor:
-        """Return the sum of ``own`` of all ``holders``, the same to the bit on each of them."""
+        """Return the sum of ``own`` of all ``holders``, bitwise the same on each of them."""
         parts = {
             rank: own if rank == self._axis.rank else torch.empty_like(own)
             for rank in sorted(holders)
         }
-        # By messages in the pipeline's group, not by a group of the holders: torch derives the name
-        # of such a one from the number of groups that a rank has, and ranks with different numbers
-        # would wait for each other forever.
+        # By messages in the pipeline's group, not in a new group of the holders: torch names a new
+        # group after the number of groups that a rank has, and ranks with different numbers would
+        # wait for each other forever.
         messages = [
             dist.P2POp(operation, tensor, group=self._axis.group, group_peer=rank)
             for rank, part in parts.items()
@@ -81,7 +81,7 @@ class TiedParameters:
         ]
         for message in dist.batch_isend_irecv(messages):
             message.wait()
-        # In one order on all holders.
+        # In the same order on all holders.
         total, *others = parts.values()
         for part in others:
             total += part

@@ -1,15 +1,15 @@
 """Sends and receives between stages, whose waits end when a rank has failed.
 
-Gloo's wait for a message ends with the message, or breaks the connections at its timeout, and
-nothing else can end it. So another thread looks at the board of the pipeline meanwhile, and breaks
-the connections itself if it finds a failure::
+A wait of gloo ends when the message arrives, or breaks the connections at its timeout; nothing else
+can end it. So another thread looks at the board of the pipeline meanwhile, and breaks the
+connections itself if it finds a failure::
 
     this thread    start receive, wait for the message ··················· raise: rank 1 failed
     the watchdog   ── look ────────────── look ────────────── look: break the connections
 
-Only the message holds a sent tensor, and frees it once it is sent: schedules wait for some of the
-messages at the end of a step, and would hold their tensors until then. Those that a schedule has
-not waited for when the stage goes on to compute are waited for by a thread.
+Only its message references a sent tensor, and frees it once it is sent. Schedules wait for some of
+the messages only at the end of a step, and would hold their tensors until then. So when a stage
+goes on to compute, a thread waits for the sends that the schedule has not waited for.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from sp_compiler.pipeline_parallel.lean_stage import LeanStage
 from sp_compiler.runtime.failures.board import LOOK_EVERY, FailureBoard, RankWait
 
 _SENT = torch.empty(0, device="cpu")
-"""Stands for a tensor that only its message holds."""
+"""Placeholder for a tensor that only its message references."""
 _NO_MESSAGE = 0x5FC0
-"""A tag that no message has: torch's stages leave the tag at 0."""
+"""A tag that no message uses: torch's stages leave the tag at 0."""
 
 
 class Messages:
@@ -49,7 +49,7 @@ class Messages:
     def __init__(self, board: FailureBoard, timeout: timedelta) -> None:
         self.board = board
         self._sent: list[_Message] = []
-        # By rank: a message waits for those before it on its own connection alone.
+        # One per peer: a message waits only for earlier ones on the same connection.
         self._waiters: dict[int, _Waiter] = {}
         self._watchdog = _Watchdog(board, timeout)
 
@@ -63,7 +63,7 @@ class Messages:
         start, sends = op.op, op.op is dist.isend
 
         def started(tensor: Tensor, group: Any, tag: int, **peer: int) -> _Message:
-            # torch calls what is not its own isend a receive.
+            # torch takes any function other than its own isend for a receive.
             (rank,) = peer.values()
             side = {"group_dst" if sends else "group_src": rank}
             try:
@@ -71,7 +71,7 @@ class Messages:
             except RuntimeError as error:
                 self._explain(error)
                 raise
-            # Schedules hold the operations of a microbatch until those of the next one.
+            # Schedules keep the operations of a microbatch until those of the next one.
             op.tensor = _SENT
             message = _Message(self, work, sends, rank, group)
             if sends:
@@ -95,9 +95,9 @@ class Messages:
 
         Raises:
             RankFailureError: another rank has failed or is gone.
-            RankMismatchError: the message does not come in time.
+            RankMismatchError: the message did not arrive in time.
         """
-        # Every message comes here: a context of its own would take longer than all this.
+        # Every message comes here: a context manager would take longer than all this.
         self._watchdog.message = message
         try:
             message.work.wait()
@@ -108,7 +108,7 @@ class Messages:
             self._watchdog.leave()
 
     def _explain(self, error: RuntimeError) -> None:
-        """Raise what broke the connections, if ``error`` says that they are broken."""
+        """Raise the error that broke the connections, if ``error`` says that they are broken."""
         if self._watchdog.error is not None:
             raise self._watchdog.error from error
         self.board.raise_if_lost(error)
@@ -121,7 +121,7 @@ class _Message:
         work: torch's handle, or that of the thread that waits for it.
         sends: whether this rank sends it.
         rank: the rank at the other end, in ``group``.
-        is_over: whether it is received, or sent.
+        is_over: whether it has been received or sent.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class _Message:
         """Wait until the message is received or sent."""
         if not self.is_over:
             self._messages.finish(self)
-            # With the handle goes the tensor.
+            # Dropping the handle frees the tensor.
             self.work, self.is_over = None, True
 
 
@@ -147,7 +147,7 @@ class _Waiter:
 
     def __init__(self) -> None:
         self._works: queue.SimpleQueue[tuple[dist.Work, _Wait] | None] = queue.SimpleQueue()
-        # It may be left waiting for a rank that is gone, which is no reason for a process to stay.
+        # A daemon: waiting for a rank that is gone must not keep the process alive.
         threading.Thread(
             target=_wait_in_turn, args=(self._works,), name="stage messages", daemon=True
         ).start()
@@ -161,7 +161,7 @@ class _Waiter:
 
 
 def _wait_in_turn(works: queue.SimpleQueue[tuple[dist.Work, _Wait] | None]) -> None:
-    # Without names in this function, which would hold the last message's tensor.
+    # No local names here: they would keep the last message's tensor alive.
     while _waited(works.get()):
         pass
 
@@ -184,7 +184,7 @@ class _Wait:
 
     def __init__(self) -> None:
         self._error: RuntimeError | None = None
-        # Held until it is over. An event makes several locks, for each of many messages.
+        # Held until the end. An Event would create several locks, for each of many messages.
         self._running = threading.Lock()
         self._running.acquire()
 
@@ -217,9 +217,9 @@ class _Watchdog:
         self.error: RuntimeError | None = None
         self.timeout = timeout
         self._board = board
-        # Of the message that the thread found at its last look.
+        # For the message that the thread saw at its last look.
         self._wait: _MessageWait | None = None
-        # What the board says of a wait must not be written after its end.
+        # A wait must not be published on the board after it has ended.
         self._looks = threading.Lock()
         # It ends with this object.
         threading.Thread(
@@ -243,8 +243,8 @@ class _Watchdog:
             try:
                 self._wait.look()
             except Exception as error:
-                # Stays, for the waits after this one end with broken connections too. The error
-                # may be that of the store, whose process is gone.
+                # Kept, because later waits end with broken connections too. The error may come from
+                # the store, if its process is gone.
                 is_known = isinstance(error, (RankFailureError, RankMismatchError))
                 self.error = error if is_known else self._board.lost(error)  # type: ignore[assignment]
                 _break_connections(self.message)
@@ -261,7 +261,7 @@ def _look_periodically(watchdog: weakref.ref[_Watchdog]) -> None:
 
 
 def _break_connections(message: _Message) -> None:
-    """End all waits in the group of ``message``: gloo does it when one of them is over time."""
+    """End all waits in the group of ``message``: gloo does so when one of them times out."""
     with contextlib.suppress(RuntimeError):
         never: Any = dist.irecv(
             torch.empty(1, device="cpu"),
@@ -307,33 +307,33 @@ class WatchedStage(LeanStage):
         self._messages = messages
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """As of the base class."""
+        """As in the base class."""
         return self._watched(super().get_fwd_recv_ops(fwd_chunk_id))
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """As of the base class."""
+        """As in the base class."""
         return self._watched(super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """As of the base class."""
+        """As in the base class."""
         return self._watched(super().get_bwd_recv_ops(bwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """As of the base class."""
+        """As in the base class."""
         return self._watched(super().get_bwd_send_ops(bwd_chunk_id))
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        """As of the base class."""
+        """As in the base class."""
         self._leave_sent()
         return super().forward_one_chunk(*args, **kwargs)
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        """As of the base class."""
+        """As in the base class."""
         self._leave_sent()
         super().backward_one_chunk(*args, **kwargs)
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        """As of the base class."""
+        """As in the base class."""
         self._leave_sent()
         super().backward_weight_one_chunk(*args, **kwargs)
 

@@ -108,7 +108,7 @@ class Executor:
             )
             for region in compiled.program.regions
         }
-        # What depends on the program alone is found once, not in every step.
+        # Computed once per program, not in every step.
         self._replicated = _parameters_used_as_r(compiled)
         self._arguments = [_Arguments(compiled, call) for call in compiled.program.calls]
         self._sent = {
@@ -147,7 +147,7 @@ class Executor:
             seed: the seed of this forward's random numbers; required if ``needs_seed``.
 
         Raises:
-            IndexError: ids of an earlier call were out of range: a device reports it late.
+            IndexError: ids of an earlier call were out of range: a device reports this late.
         """
         self.tp.id_checks.settle()
         with with_captured_casts():
@@ -163,7 +163,7 @@ class Executor:
         seed: Tensor | None,
     ) -> Execution:
         program = self.compiled.program
-        # Copies of what the caller will write back to, for backward may need the value before.
+        # Copies of buffers that the caller will write to, because backward may need the old values.
         before = {name: buffers[name].clone() for name in program.mutated_buffers}
         values = ChainMap(before, buffers) if before else buffers  # type: ignore[arg-type]  # read
         seeds = {} if seed is None else call_seeds(seed, self._drawing)
@@ -175,7 +175,7 @@ class Executor:
             frame.results[index] = self._call(frame, index, call)
             if trip_before is not None:
                 trip_before.left()
-            # As early as eager code would: a frame that keeps all outputs keeps all activations.
+            # As early as in eager code: a frame that kept all outputs would keep all activations.
             for dead in self._last_use[index]:
                 frame.results[dead] = ()
         outputs = [frame.value(out) if isinstance(out, Ref) else out for out in program.outputs]
@@ -190,7 +190,7 @@ class Executor:
         made: list[Any] = []
 
         def invoke(*values: Any) -> tuple[Any, ...]:
-            # Hooks of the layer may have replaced values; parameters are looked up only now, for
+            # Hooks of the layer may have replaced values; parameters are looked up only now, since
             # fully_shard gathers them in such a hook.
             params, replicated, managed = frame.params, frame.replicated, frame.managed
             if managed:
@@ -211,7 +211,7 @@ class Executor:
             runner = self._runner(frame, index, owners)
             made.extend(runner(inputs, owners))
             if isinstance(runner, (LookAheadRunner, HandOverRunner)):
-                # At once: a hook that changes an output in place gives it another node.
+                # Read right away: a hook that changes an output in place gives it another node.
                 frame.last = index, _node_of(made)
             return tuple(made)
 
@@ -231,7 +231,7 @@ class Executor:
             targets = self._targets(self._arguments[index], owners)
             return DelayedRunner(**vars(runner), weights=self._weights, targets=targets)
         if self._sent:
-            # One also for a call that sends nothing: it fetches for the call before it.
+            # Also for a call that sends nothing: it fetches for the call before it.
             frame.trip = HostTrip(self._sent.get(name, ()), frame.trip)
             return OffloadingRunner(**vars(runner), trip=frame.trip)
         parts = self._in_a_row.get(name)
@@ -255,9 +255,9 @@ class Executor:
     def _replicate(
         self, params: Mapping[str, Tensor], managed: Collection[str]
     ) -> dict[str, Tensor]:
-        """Return invariant parameters as replicated values, through one autograd function for
-        all."""
-        # R and I differ in their gradients only.
+        """Return invariant parameters as replicated values, through a single autograd
+        function."""
+        # R and I differ only in their gradients.
         if self.tp.world_size == 1 or not torch.is_grad_enabled():
             return {}
         # The weights reduce their gradients without autograd.
@@ -265,10 +265,10 @@ class Executor:
             return {}
         if self.deferred.pending and not self.deferred.enabled:
             self.deferred.reduce_frozen(self.tp, params)
-        # Another program, of other sizes say, may have put off gradients of others than this one
-        # has: what waits since no_sync is reduced with the next gradients, whichever they are.
+        # Another program, say of other sizes, may have deferred gradients of parameters that this
+        # one does not use: pending ones are reduced with the next gradients, whichever these are.
         waiting = () if self.deferred.enabled else self.deferred.pending
-        # Managed ones are not gathered yet, and FSDP takes their gradients block by block.
+        # Managed ones are not gathered yet, and FSDP reduces their gradients block by block.
         trained = {
             name: parameter
             for name in dict.fromkeys((*self._replicated, *waiting))
@@ -302,11 +302,11 @@ class _Frame:
         self.replicated: dict[str, Tensor] = {}
         self.managed: Collection[str] = ()
         self.trip: HostTrip | None = None  # of the last call
-        self.last: tuple[int, Any] = -1, None  # call that others look ahead to, and its node
+        self.last: tuple[int, Any] = -1, None  # last call that shares work with others, its node
         self.results: dict[int, tuple[Any, ...]] = {}
 
     def node_before(self, index: int, call: Call) -> Any:
-        """Return autograd's node of the call before ``index``, if that is of the same region."""
+        """Return the autograd node of the call before ``index``, if it calls the same region."""
         last, node = self.last
         # Hooks may have skipped it.
         is_before = last == index - 1
@@ -329,7 +329,7 @@ class _Frame:
             return self.compiled.program.constants[ref.name]
         if not self.seeds:
             raise ArgumentError("the program draws random numbers: a seed is needed")
-        # Of the call, not of the region: layers that share code must not share masks.
+        # One per call, not per region: layers that share code must not share masks.
         return self.seeds[ref.index]
 
 
@@ -374,7 +374,7 @@ def _parameters_used_as_r(compiled: CompiledProgram) -> tuple[str, ...]:
 
 
 def _node_of(outputs: Sequence[Any]) -> Any:
-    """Return autograd's node of the call that returned ``outputs``, ``None`` if it has none."""
+    """Return the autograd node of the call that returned ``outputs``, ``None`` if it has none."""
     return next((x.grad_fn for x in outputs if isinstance(x, Tensor) and x.grad_fn), None)
 
 
@@ -393,8 +393,8 @@ def _require_gathered(owner: Tensor, name: str, path: str) -> None:
     axes = owner.device_mesh.mesh_dim_names if isinstance(owner, DTensor) else None
     if any(axis not in (TENSOR_AXIS, EXPERT_AXIS) for axis in axes or ()):
         raise UnsupportedError(
-            f"parameter {name!r} is used by {path or 'what runs outside of blocks'!r}, while "
-            "fully_shard gathers it for the module that it was applied to, only while that runs; "
+            f"parameter {name!r} is used by {path or 'code outside of blocks'!r}, but "
+            "fully_shard gathers it only while the module that it was applied to runs; "
             "apply fully_shard to the whole model without that block, or leave it to "
             "sp_compiler.compile(..., mesh=mesh)"
         )

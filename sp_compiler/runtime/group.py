@@ -39,13 +39,13 @@ from sp_compiler.runtime.mesh_axes import (
 )
 from sp_compiler.runtime.watched_collectives import WatchedCollectives, is_gloo, let_gloo_finish
 
-# Backends whose other ranks exist in name only: nobody could be waited for.
+# Backends without processes for the other ranks: there is nobody to wait for.
 _ONE_PROCESS = ("fake", BACKEND)
 RANK_TIMEOUT = timedelta(minutes=5)
 _HOW = (
     "start one process a rank, for example `torchrun --nproc-per-node={tp} train.py`, and "
     "call torch.distributed.init_process_group() first. To see what compilation does without a "
-    "process group use sp_compiler.plan(model, example_inputs, tp={tp}); to check its numbers in "
+    "process group use sp_compiler.plan(model, example_inputs, tp={tp}); to check its results in "
     "one process use sp_compiler.verify(model, example_inputs, tp={tp})"
 )
 
@@ -77,7 +77,7 @@ class TensorParallelGroup:
     grid: DeviceMesh | None = None
 
     def boards(self, *, over_data: bool = True) -> tuple[FailureBoard, ...]:
-        """Return the boards of the module's axes, those of the data if asked."""
+        """Return the boards of the module's axes; ``over_data``: and of the data axes."""
         own = [] if self.board is None else [self.board]
         return (*own, *(self.data_boards if over_data else ()))
 
@@ -94,10 +94,10 @@ class TensorParallelGroup:
         with contextlib.ExitStack() as stack:
             for board in self.boards(over_data=over_data):
                 stack.enter_context(board.reporting())
-            # To all groups before this rank waits for those of one, who may wait in another.
+            # Reported to all groups before this rank waits in one, whose ranks may wait in another.
             for board in self.boards(over_data=over_data):
                 board.report_unfinished_step()
-            # First, for FSDP's hooks gather. The board of "tp" is asked where calls are compared.
+            # Now, because FSDP's hooks gather. The board of "tp" is asked where calls are compared.
             for board in self.data_boards if over_data else ():
                 board.require_usable(self.timeout)
             yield
@@ -142,13 +142,12 @@ def tensor_parallel_group(
 
     One rank needs no process group. A rank waits for others for ``rank_timeout``. For stages of a
     pipeline (``in_stages``) the mesh has an axis "pp", and may lack "tp". A graph of
-    ``torch.compile`` (``of_graph``) may be inside of what averages gradients already; for a module
-    by itself ``tp=1`` in one of several processes warns.
+    ``torch.compile`` (``of_graph``) may be inside a module that averages gradients already;
+    otherwise ``tp=1`` in one of several processes gives a warning.
 
     Raises:
-        ArgumentError: no process group, one of another size, a mesh without the axis or whose
-            ranks are in mixed orders, both arguments that do not agree, or a ``tp`` that is not a
-            positive int.
+        ArgumentError: no process group, or one of another size; a mesh without the axis, or with
+            ranks in mixed orders; ``tp`` and ``mesh`` disagree; or ``tp`` is not a positive int.
         UnsupportedError: an axis of several ranks has an unknown name.
     """
     data = DataAxes()
@@ -240,7 +239,7 @@ def watched_group(
 
 
 def _data_boards(data: DataAxes, timeout: timedelta) -> tuple[FailureBoard, ...]:
-    """A board for each data-parallel axis; none in a fake group, whose ranks are no processes."""
+    """A board for each data-parallel axis; none in a fake group, whose ranks are not processes."""
     if data.mesh is None or dist.get_backend(data.mesh.get_group(0)) in _ONE_PROCESS:
         return ()
     return tuple(
@@ -277,11 +276,11 @@ def _world_of_size(tp: int) -> int:
 
 
 def on_device(number: Tensor, device: torch.device) -> Tensor:
-    """Return ``number``, which has no dims, on ``device``; the host does not wait for that."""
+    """Return ``number``, a 0-dim tensor, on ``device``, without making the host wait."""
     if number.device.type != "cpu" or device.type == "cpu":
         return number.to(device)
-    # A copy from the host's memory ends behind all kernels before it, and the host waits for it; an
-    # argument of a kernel is there at once.
+    # A copy from the host's memory ends after all earlier kernels, and the host waits for it; an
+    # argument of a kernel needs no wait.
     return torch.full((), number.item(), dtype=number.dtype, device=device)
 
 
@@ -295,13 +294,13 @@ def forward_seed(group: TensorParallelGroup, device: torch.device) -> Tensor:
     seed = on_device(draw_seed(), device)
     if group.process_group is not None:
         broadcast(seed, group)
-    # Not for the first part, so that one part draws what a run without the axis draws.
+    # Not for the first part, so that it draws what a run without the axis draws.
     return call_seed(seed, group.data.rank) if group.data.rank else seed
 
 
 @torch.no_grad()
 def broadcast(value: Tensor, group: TensorParallelGroup) -> None:
-    """Overwrite ``value`` on every rank with rank 0's numbers."""
+    """Overwrite ``value`` on every rank with rank 0's values."""
     sent = _sendable(value, group.device_type)
     if group.collectives is not None:
         group.collectives.broadcast(sent)
@@ -313,7 +312,7 @@ def broadcast(value: Tensor, group: TensorParallelGroup) -> None:
 
 @torch.no_grad()
 def broadcast_over_data(value: Tensor, group: TensorParallelGroup) -> None:
-    """Overwrite ``value`` with the numbers of the ranks that read the first part of the data."""
+    """Overwrite ``value`` with the values of the ranks that read the first part of the data."""
     if group.data.mesh is None:
         return
     sent = _sendable(value, group.data.mesh.device_type)
@@ -324,8 +323,8 @@ def broadcast_over_data(value: Tensor, group: TensorParallelGroup) -> None:
 
 
 def _sendable(value: Tensor, device_type: str) -> Tensor:
-    """Return ``value`` as collectives of a group for ``device_type`` take it."""
-    # NCCL takes no tensors of the CPU, where offloaded parameters are.
+    """Return ``value`` in the form that collectives for ``device_type`` accept."""
+    # NCCL does not accept CPU tensors, which offloaded parameters are.
     sent = value if value.device.type == device_type else value.to(device_type)
     return sent.contiguous()
 

@@ -9,18 +9,18 @@ from sp_compiler.ir.compiled_program import CompiledProgram, Kernel
 from sp_compiler.runtime.rank_checks import RankAgreement
 
 
-# The import of Inductor makes as many objects as a compilation.
+# Importing Inductor creates as many objects as a compilation.
 @older_objects_skipped()
 def compile_kernels(agreement: RankAgreement, compiled: CompiledProgram) -> None:
-    """Compile the kernels of ``compiled``; a function that fails on one rank runs as generated on
+    """Compile the kernels of ``compiled``; a function that fails on one rank runs uncompiled on
     all.
 
     Generated code and kernels round differently: replicated values would drift apart between a rank
-    that runs one and a rank that runs the other. The reasons are added to the plan. What the usual
-    training step does not call is compiled, likewise, when it is called.
+    that runs one and a rank that runs the other. The reasons are added to the plan. Functions that
+    the usual training step does not call are compiled in the same way at their first call.
 
     Raises:
-        RankMismatchError: a rank does not come, or has not compiled one function in time.
+        RankMismatchError: a rank does not arrive, or has not compiled one function in time.
         RankFailureError: a rank has failed.
     """
     for region in compiled.program.regions:
@@ -34,10 +34,10 @@ def compile_kernels(agreement: RankAgreement, compiled: CompiledProgram) -> None
 
 
 def _compile(kernel: Kernel, agreement: RankAgreement, compiled: CompiledProgram) -> None:
-    # One by one: ranks that find different parts in their caches stay close together, and none
-    # waits for longer than another takes for one function.
+    # One by one: ranks with different cache hits stay close together, and none waits longer than
+    # another one needs for one function.
     reasons = agreement.exchanged(f"compiles {kernel.name}", kernel.compile())
     failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
     if failed:
         kernel.run_as_written(failed[0])
-        compiled.add_notes([f"{kernel.name} runs as written, on all ranks: {failed[0]}"])
+        compiled.add_notes([f"{kernel.name} runs uncompiled on all ranks: {failed[0]}"])

@@ -50,15 +50,15 @@ class DataAxes:
         if not names:
             return DataAxes()
         if sorted(names, key=present.index) != list(names):
-            # Neither a mesh can be sliced in another order, nor does HSDP take that one.
+            # A mesh cannot be sliced in another order, and HSDP does not accept that one.
             raise ArgumentError(
-                f"mesh has the axes {present}: those of the data must come in the order "
+                f"mesh has the axes {present}: the data axes must come in the order "
                 f"{', '.join(DATA_AXES)}"
             )
         rank, size = 0, 1
         for name in names:
             axis = mesh[name]
-            # Counted as ranks of a mesh are, the first axis slowest.
+            # Numbered like the ranks of a mesh: the first axis is the slowest.
             rank, size = rank * axis.size() + axis.get_local_rank(), size * axis.size()
         return DataAxes(mesh[names], rank, size)
 
@@ -72,8 +72,8 @@ class DataAxes:
         return self.mesh[EXPERT_AXIS].size() if self.mesh and EXPERT_AXIS in self.names else 1
 
     def num_shards(self, *, divided: bool) -> int:
-        """Number of ranks that shard a parameter; those of "ep" have other experts, which are
-        ``divided``."""
+        """Number of ranks that shard a parameter; ranks of "ep" do not shard experts, which are
+        ``divided`` over them."""
         axes = (SHARD_AXIS,) if divided else (SHARD_AXIS, EXPERT_AXIS)
         return math.prod(
             self.mesh[name].size() for name in axes if self.mesh is not None and name in self.names
@@ -100,7 +100,7 @@ def data_shard(mesh: DeviceMesh) -> tuple[int, int]:
 
     Raises:
         ArgumentError: the mesh has no axis "tp" or "pp", has no axis names, or has its data axes,
-            or the ranks along an axis, in an order that groups of processes do not have.
+            or the ranks along an axis, in an order that process groups do not support.
         UnsupportedError: an axis of several ranks has an unknown name.
     """
     if not isinstance(mesh, DeviceMesh) or PIPELINE_AXIS not in (mesh.mesh_dim_names or ()):
@@ -132,10 +132,10 @@ def named_axis(
 
     Args:
         mesh: as the user gave it.
-        name: of the axis.
+        name: name of the axis.
         user: what needs it, for messages.
-        example: of a mesh that has it, for messages.
-        remark: on the axis, for messages.
+        example: example of a mesh that has it, for messages.
+        remark: remark on the axis, for messages.
 
     Raises:
         ArgumentError: no mesh, no names, or none of them is ``name``.
@@ -160,9 +160,9 @@ def refuse_unknown_axes(mesh: DeviceMesh) -> None:
     # One rank on an unknown axis does no harm: nothing is to be reduced over it.
     others = [name for name in unknown if mesh[name].size() > 1]
     if others:
-        # Gradients over an axis of unknown meaning would be reduced by nobody, silently.
+        # Gradients would silently not be reduced over an axis of unknown meaning.
         raise UnsupportedError(
-            f"the mesh has the axis {_sizes_text(mesh, others)}, and the names that have a meaning "
+            f"the mesh has the axis {_sizes_text(mesh, others)}, but the known names "
             f'are {", ".join(AXES)}: call an axis over which batches differ "{SHARD_AXIS}" '
             f'(parameters sharded) or "{REPLICATE_AXIS}" (parameters replicated); sequences have '
             f'no axis of their own, such as "cp": "{TENSOR_AXIS}" divides them. Or pass '
@@ -174,7 +174,7 @@ def refuse_unknown_axes(mesh: DeviceMesh) -> None:
 def refuse_mixed_orders(mesh: DeviceMesh) -> None:
     """Raise :class:`ArgumentError` if ranks along an axis ascend in one group and not in another.
 
-    A group counts its ranks by their numbers, whatever the mesh says::
+    A process group orders its ranks by their numbers, whatever the mesh says::
 
         [[3, 2],     rank 2 is the first of the group (2, 3), rank 1 the second of (0, 1): in one
          [0, 1]]     column, where both should have the same part of a parameter
@@ -192,8 +192,8 @@ def refuse_mixed_orders(mesh: DeviceMesh) -> None:
         if len(other):
             raise ArgumentError(
                 f"mesh has the ranks {groups[0].tolist()} along {' x '.join(axes)}, and in another "
-                f"order {groups[other[0, 0]].tolist()}: a group of processes counts its ranks by "
-                "their numbers, so neighbours in the mesh would have other parts of parameters. "
+                f"order {groups[other[0, 0]].tolist()}: a process group orders its ranks by their "
+                "numbers, so neighbours in the mesh would have different parts of parameters. "
                 "Let all ranks ascend along each axis, as init_device_mesh does"
             )
 
@@ -237,7 +237,7 @@ def refuse_expert_axis(mesh: DeviceMesh | None) -> None:
 
 
 def refuse_pipeline_axis(mesh: DeviceMesh) -> None:
-    """Raise an error for an axis "pp" of several ranks, which each would run the full module."""
+    """Raise an error for an axis "pp" of several ranks, each of which would run the full module."""
     if PIPELINE_AXIS in (mesh.mesh_dim_names or ()) and mesh[PIPELINE_AXIS].size() > 1:
         rest = tuple(name for name in mesh.mesh_dim_names or () if name != PIPELINE_AXIS)
         raise UnsupportedError(

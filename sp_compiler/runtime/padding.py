@@ -36,7 +36,7 @@ def without_rank_padding(part: Tensor, placement: Placement, rank: int, world_si
 def stored_shape(
     shape: tuple[int, ...], placement: Placement, rank: int, world_size: int
 ) -> tuple[int, ...]:
-    """Return the shape of what ``rank`` stores of a tensor of ``shape``."""
+    """Return the shape of the part that ``rank`` stores of a tensor of ``shape``."""
     if not placement.padding(world_size):
         return placement.local_shape(shape, world_size)
     size = sum(placement.true_parts(rank, world_size))
@@ -62,11 +62,11 @@ def padded_part(chunk: Tensor, placement: Placement, world_size: int) -> Tensor:
     shape = _padded_shape(chunk, placement, world_size)
     if tuple(chunk.shape) == shape:
         return chunk
-    # In every forward and backward: an embedding of a padded vocabulary is too large to copy.
+    # Used in every forward and backward: an embedding of a padded vocabulary is too large to copy.
     if _has_room(chunk, placement, world_size):
         strides = [math.prod(shape[position + 1 :]) for position in range(len(shape))]
         return torch.as_strided(chunk, shape, strides)
-    # As many units of each segment: the chunk is cut like the padded one.
+    # All segments have the same number of units, so the chunk splits like the padded one.
     dim = placement.dim
     parts = [
         enlarged(piece, dim, size // world_size)

@@ -15,16 +15,16 @@ from sp_compiler.base.storage import share_elements
 from sp_compiler.runtime.mesh_axes import TENSOR_AXIS
 
 _AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]  # no stub
-# Number of the backward that put a gradient into its parameter, an attribute of the gradient: there
-# it disappears together with it, while a table of ours would not hear of ``grad = None``.
+# Number of the backward that put a gradient into its parameter. As an attribute of the gradient it
+# disappears together with it, while a table would not notice ``grad = None``.
 _BACKWARD = "_sp_backward"
 
-# Set on parameters whose gradients FSDP reduces in hooks, which a backward that is asked for some
-# parameters only does not run.
+# Set on parameters whose gradients FSDP reduces in hooks, which do not run in a backward that is
+# asked for particular parameters.
 _REDUCED_BY_HOOKS = "_sp_reduced_by_hooks"
 
 ParameterEdge = tuple[int, int, DTensorSpec]
-"""Index among the inputs of an autograd function, among those that are tensors, gradient's spec.
+"""Index among the inputs of an autograd function, index among its tensor inputs, gradient's spec.
 
 Not the parameter itself: fully_shard frees what it gathered."""
 
@@ -32,14 +32,14 @@ Not the parameter itself: fully_shard frees what it gathered."""
 opaque = torch.compiler.disable(
     reason="the backward of a model of sp_compiler is code that is compiled already"
 )
-"""Decorator of backwards: ``torch.compile`` of a training step would trace what autograd calls."""
+"""Decorator of backwards, which ``torch.compile`` of a training step would trace otherwise."""
 
 
 class CompiledFunction(torch.autograd.Function):
     """Base of autograd functions that no transform of ``torch.func`` reaches.
 
     :func:`~sp_compiler.runtime.region_call.refuse_transforms` raises before. So ``apply`` bypasses
-    torch's own, whose search for wrappers of transforms among all arguments takes half of the time
+    torch's own, which searches all arguments for wrappers of transforms and takes half of the time
     to record a block with a dozen parameters.
     """
 
@@ -81,8 +81,8 @@ def refuse_as_inputs(inputs: Sequence[Any]) -> None:
 
 
 def refuse_batched(grads: Sequence[Tensor | None]) -> None:
-    """Raise an error if a backward is given many gradients in one, as a transform of torch does."""
-    # Two kinds of them: those of torch.vmap, and those of torch.autograd.
+    """Raise an error if a backward is given a batch of gradients, as by a transform of torch."""
+    # There are two kinds: those of torch.vmap, and those of torch.autograd.
     if torch._C._are_functorch_transforms_active() or any(
         grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads
     ):
@@ -114,7 +114,7 @@ def parameter_edges(
 
 def partial_spec(spec: DTensorSpec) -> DTensorSpec:
     """Return the spec of a gradient that is a partial sum over "tp", of a parameter's ``spec``."""
-    # "tp" is the last axis; before it the experts are divided.
+    # "tp" is the last axis; the axis before it divides experts.
     where = (*spec.placements[:-1], Partial()) if _over_tp(spec) else spec.placements
     return DTensorSpec(spec.mesh, where, spec.tensor_meta)
 
@@ -133,7 +133,7 @@ def fills_grad(node: Any) -> bool | None:
         return False
     try:
         fills: bool = torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # of a leaf whose gradient is returned
+    except RuntimeError:  # for a leaf whose gradient is returned
         return None
     return fills
 
@@ -147,11 +147,11 @@ def deliver(
     """Deliver the gradients of parameters among ``results``; separate all that share memory.
 
     A gradient that is put into ``parameter.grad`` is replaced by ``None``; one that autograd
-    handles further becomes a DTensor. None shares memory with another tensor, because autograd adds
-    to ``grad`` in place. It copies tensors that have other holders, and notices one tensor for two
-    inputs, but not a tensor and its view. And it only sees the wrapper of a DTensor, which is
-    always new: two parameters that are added to each other would get one gradient, and accumulation
-    into either would change both.
+    handles further becomes a DTensor. No gradient shares memory with another tensor, because
+    autograd adds to ``grad`` in place. Autograd copies tensors that have other holders, and notices
+    one tensor for two inputs, but not a tensor and its view. Of a DTensor it sees only the wrapper,
+    which is always new: two parameters that are added to each other would get one gradient, and
+    accumulation into either would change both.
 
     Args:
         edges: see :func:`parameter_edges`.
@@ -160,12 +160,12 @@ def deliver(
             changed in place.
         grads: arguments of its backward.
     """
-    # One look for all of them: in nearly every region each gradient has a storage of its own.
+    # One check for all of them: in nearly every region each gradient has its own storage.
     has_shared = _share_storage((*grads, *results))
     # Autograd detaches what it gets, which for a DTensor takes ten times as long as for a tensor,
-    # longer than a small kernel. So where that is all that it would do it is passed by.
+    # longer than a small kernel. So autograd is bypassed where it would do nothing else.
     backward = None if torch.is_grad_enabled() else torch._C._current_graph_task_id()
-    # To read an attribute of a DTensor takes three times as long while torch looks for a
+    # Reading an attribute of a DTensor takes three times as long while torch looks for a
     # __torch_function__, which DTensor does not have.
     with torch._C.DisableTorchFunctionSubclass():
         for index, edge, spec in edges:
@@ -180,7 +180,7 @@ def deliver(
                     for other in rest
                 ):
                     local = local.clone()
-            # Past from_local, whose checks and node take longer than a small kernel, and past
+            # Bypasses from_local, whose checks and node take longer than a small kernel, and
             # __init__, which does nothing and takes longer than all the rest.
             wrapped = DTensor.__new__(DTensor, local, spec, requires_grad=False)
             passed_by = backward is not None and _accumulated(nodes[edge][0], wrapped, backward)
@@ -197,7 +197,7 @@ def _share_storage(tensors: Sequence[Tensor | None]) -> bool:
             for x in tensors
             if x is not None
         ]
-    except NotImplementedError:  # of a sparse gradient
+    except NotImplementedError:  # for a sparse gradient
         return True
     return len(set(storages)) < len(storages)
 
@@ -221,7 +221,7 @@ def _accumulated(node: Any, grad: DTensor, backward: int) -> bool:
 
     It is possible for the first gradient of a parameter without hooks, in a backward that fills
     ``grad``. Further gradients of the same backward (a weight that several regions use) are added
-    in autograd's order, so that sums have the same bits. Adding to a ``grad`` from before the
+    in autograd's order, so that sums are bitwise the same. Adding to a ``grad`` from before the
     backward is left to autograd.
     """
     if not isinstance(node, _AccumulateGrad):
@@ -232,7 +232,7 @@ def _accumulated(node: Any, grad: DTensor, backward: int) -> bool:
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         return False
     present = parameter.grad
-    # A partial sum and a full one, of two regions: autograd lets DTensor convert one of them.
+    # A partial sum of one region, a full one of another: autograd lets DTensor convert one.
     if present is not None and (
         getattr(present, _BACKWARD, None) != backward or present.placements != grad.placements
     ):
@@ -244,5 +244,5 @@ def _accumulated(node: Any, grad: DTensor, backward: int) -> bool:
         parameter.grad = grad
     else:
         present._local_tensor.add_(grad._local_tensor)
-        torch.autograd.graph.increment_version(present)  # the part has a counter of its own
+        torch.autograd.graph.increment_version(present)  # the local part has its own counter
     return True

@@ -15,10 +15,10 @@ from sp_compiler.ir.symbolic import Sizes
 from sp_compiler.runtime.keys.call_key import CallKey
 
 Value = TypeVar("Value")
-# How many programs of open sizes are compiled for calls that differ in their sizes only.
+# Most programs with open sizes that are compiled for calls that differ only in their sizes.
 _MAX_TRIES = 4
-# From how many programs on that differ in decisions only a warning is given: two questions with
-# two answers each are four.
+# A warning is given from this many programs on that differ only in decisions: two questions with
+# two answers each make four.
 _MANY_DECISIONS = 5
 
 
@@ -28,9 +28,9 @@ class _CachedValue(Generic[Value]):
 
     Attributes:
         value: the program.
-        alike: its key for all sizes above 1, without decisions.
+        alike: its key without decisions, the same for all sizes above 1.
         sizes: its open sizes.
-        decisions: numbers that its forward reads.
+        decisions: values that its forward reads.
     """
 
     value: Value
@@ -49,7 +49,7 @@ class ProgramCache(Generic[Value]):
         self.size = size
         self._entries: OrderedDict[CallKey, _CachedValue[Value]] = OrderedDict()
         self._closed: set[CallKey] = set()
-        # Most models read no numbers: their calls need not look for what was decided.
+        # Most models read no values: their calls need not look up decisions.
         self._decide = False
         self._warned = False
 
@@ -59,7 +59,7 @@ class ProgramCache(Generic[Value]):
     def mapped(self, function: Callable[[Value], Value]) -> ProgramCache[Value]:
         """Return a cache of the same size with ``function`` of every program."""
         result = ProgramCache[Value](self.size)
-        # What could not be left open for the original cannot be for a copy.
+        # Sizes that could not be left open for the original cannot be for a copy.
         result._closed |= self._closed
         result._decide = self._decide
         for key, entry in self._entries.items():
@@ -79,14 +79,14 @@ class ProgramCache(Generic[Value]):
     def decided(
         self, key: CallKey, leaves: Sequence[Any], buffers: Mapping[str, Tensor]
     ) -> CallKey:
-        """Return ``key`` with what the forward reads from these inputs and buffers.
+        """Return ``key`` with the values that the forward reads from these inputs and buffers.
 
-        Numbers are filled in if the cache has a program that is valid for them; otherwise ``key``,
-        that of a call to be compiled, is returned unchanged.
+        They are filled in if the cache has a program that is valid for them; otherwise the call has
+        to be compiled, and ``key`` is returned unchanged.
         """
         if not self._decide:
             return key
-        # The latest first: what is read changes less often than it stays.
+        # The latest first: a value that is read usually stays the same.
         for name, entry in reversed(self._alike(key)):
             fits = name.without_decisions() == key or (
                 entry.sizes is not None and entry.sizes.rejection(leaves) is None
@@ -98,7 +98,7 @@ class ProgramCache(Generic[Value]):
     def get(self, key: CallKey, leaves: Sequence[Any] = ()) -> Value | None:
         """Return the program for a call with these flattened inputs, if there is one.
 
-        ``key`` is that of :meth:`decided`.
+        ``key`` comes from :meth:`decided`.
         """
         match = self._entries.get(key)
         if match is None:
@@ -111,14 +111,14 @@ class ProgramCache(Generic[Value]):
                     break
         if match is None:
             return None
-        # The order is that of last use: the front is what is thrown away.
+        # In the order of last use: programs are dropped from the front.
         self._entries.move_to_end(key)
         return match.value
 
     def lacks_sizes(self, key: CallKey, leaves: Sequence[Any]) -> bool:
         """Return whether a call has no program because of its sizes alone."""
         others = self._of_other_sizes(key)
-        # Where the sizes fit, the forward reads another number.
+        # If the sizes fit, the program is not valid because the forward reads another value.
         return (
             bool(others)
             and len(others) == len(self._alike(key))
@@ -144,7 +144,7 @@ class ProgramCache(Generic[Value]):
         if tried:
             warn(
                 f"compiled again, {len(self._of_other_sizes(key)) + 1} programs now for inputs "
-                f"that differ in nothing but their sizes ({inputs}): the last is specialised, "
+                f"that differ only in their sizes ({inputs}): the last is specialised, "
                 f"{tried[-1]}"
             )
 
@@ -152,7 +152,7 @@ class ProgramCache(Generic[Value]):
         """Return why open programs for other sizes are not valid for these."""
         others = self._of_other_sizes(key)
         reasons = [e.sizes.rejection(leaves) for e in others if e.sizes is not None]
-        # Where there is none the sizes fit, and the forward reads another number.
+        # None: the sizes fit, and the forward reads another value.
         return [reason for reason in reasons if reason is not None]
 
     def put(
@@ -162,9 +162,9 @@ class ProgramCache(Generic[Value]):
         sizes: Sizes | None = None,
         decisions: Sequence[Decision] = (),
     ) -> None:
-        """Store the program that was compiled for ``key`` and holds for these."""
+        """Store the program compiled for ``key``, valid for ``sizes`` and ``decisions``."""
         alike = key.without_decisions().without_sizes()
-        # Left open on request and specialised all the same: asking again would cost as much again.
+        # Left open on request and specialised anyway: trying again would cost as much again.
         if sizes is None and self._of_other_sizes(key):
             self._closed.add(alike)
         self._entries[key] = _CachedValue(value, alike, sizes, decisions)
@@ -187,13 +187,13 @@ class ProgramCache(Generic[Value]):
         programs = [name for name in self._entries if name.without_decisions() == same]
         if len(programs) < _MANY_DECISIONS:
             return
-        # Behind the first number that differs the forward takes another path.
+        # After the first value that differs, the forward takes another path.
         pairs = zip(*(name.decisions for name in programs[-2:]), strict=False)
         differ = next(pair for pair in pairs if len(set(pair)) > 1)
         warn(
-            f"compiled again, {len(programs)} programs now for inputs that differ in nothing but a "
-            f"number that the forward reads ({', then '.join(differ)}). Compute with the tensor "
-            "itself (torch.where) instead, or read numbers that take few values"
+            f"compiled again, {len(programs)} programs now for inputs that differ only in a value "
+            f"that the forward reads ({', then '.join(differ)}). Compute with the tensor itself "
+            "(torch.where) instead, or read numbers that take few values"
         )
 
     def _of_other_sizes(self, key: CallKey) -> list[_CachedValue[Value]]:

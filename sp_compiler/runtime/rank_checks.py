@@ -27,9 +27,9 @@ from sp_compiler.runtime.keys.call_key import CallKey, leaf_text
 from sp_compiler.runtime.watched_collectives import outside_modes
 
 # Inputs are compared in the first calls of a kind, where mistakes of data loading show, and then
-# every so many calls, which finds what begins later (a loader that drifts) and costs little.
+# in every _EVERY-th call, which costs little and finds later ones (a loader that drifts).
 _FIRST_CALLS, _EVERY = 3, 16
-_REMEMBERED_KEYS = 64  # kinds of calls whose number is counted; more are those of changing sizes
+_REMEMBERED_KEYS = 64  # kinds of calls that are counted; only changing sizes make more
 _CALL = "call"
 _INPUT = "input "
 
@@ -44,9 +44,9 @@ class RankAgreement:
 
     Every call begins with numbers that encode its kind (shapes, modes, options), whether gradients
     are recorded, the first values of each input and, in the first calls of each kind and then in
-    every 16th, all of them: a forward on one rank alone meets another call of the others. No rank
-    waits for the numbers of the others before the program's first collective, which waits for the
-    same ranks: until then nothing is sent that another rank could misinterpret.
+    every 16th, all of its values. So a forward that runs on one rank only is compared with another
+    call of the other ranks. No rank waits for these numbers before the program's first collective,
+    which waits for the same ranks: until then nothing is sent that another rank could misinterpret.
 
     On an accelerator the host must not wait at all: numbers are gathered on the device, in calls
     whose values are compared, and checked in a later call. Only compilations are compared before
@@ -88,11 +88,11 @@ class RankAgreement:
         """Compare this call and its input leaves with those of the other ranks.
 
         Args:
-            key: of the call.
+            key: key of the call.
             leaves: its flattened inputs.
             names: returns the user's names of them; called only if something differs.
-            compiled: whether there is a program for it; if not, it is compared at once, so that all
-                ranks compile or none.
+            compiled: whether there is a program for it; if not, it is compared at once, so that
+                either all ranks compile or none.
             hooks: which hooks run between its blocks.
 
         Raises:
@@ -107,7 +107,7 @@ class RankAgreement:
         kind = self._kind(key, hooks)
         first = kind.num_calls < _FIRST_CALLS
         compared = first or kind.num_calls % _EVERY == 0 or checks_enabled()
-        # Another decision is another program: the host has waited for these numbers anyway.
+        # Other decisions select another program; the host has waited for their values anyway.
         decides = bool(key.decisions)
         values = _values(leaves) if compared else []
         here = _Here.of(leaves) if self.every_call else _Here()
@@ -145,16 +145,16 @@ class RankAgreement:
                 comparison.kind.num_calls += self.every_call
                 continue
             self.require_equal("finds that the ranks differ", comparison.facts())
-            raise AssertionError("numbers differ but not what they stand for")
+            raise AssertionError("numbers differ but not the facts that they encode")
 
     def require_equal(self, purpose: str, facts: Mapping[str, str]) -> None:
-        """Raise an error unless all ranks come for the same ``purpose`` with equal facts, by name.
+        """Raise an error unless all ranks come with the same ``purpose`` and equal facts, by name.
 
         It uses the group's key-value store instead of a collective, so that other ranks cannot
         mistake it for one of their collectives.
 
         Raises:
-            RankMismatchError: naming the facts that differ, and the ranks; or a rank does not come.
+            RankMismatchError: names the facts that differ, and the ranks; or a rank is missing.
             RankFailureError: a rank has failed.
         """
         if self._group.board is not None:
@@ -185,7 +185,7 @@ class RankAgreement:
         """Return ``text`` of every rank of the group, in order; ``purpose`` is for messages.
 
         Raises:
-            RankMismatchError: a rank does not come.
+            RankMismatchError: a rank does not arrive.
             RankFailureError: a rank has failed.
         """
         board = self._group.board
@@ -217,7 +217,7 @@ class RankAgreement:
     ) -> None:
         device = torch.device(self._group.device_type)
         with outside_modes():
-            # full() is a kernel; a tensor made of a Python number would be copied, and waited for.
+            # full() is a kernel; a tensor made from a Python number would be copied, with a wait.
             own = torch.full((2,), kind.number, dtype=torch.int64, device=device)
             if values:
                 own[1] = combined([on_device(value, device) for value in values])
@@ -239,15 +239,15 @@ class RankAgreement:
             kind = self._kinds[key, hooks] = _Kind(int(digest.hexdigest()[:16], 16) >> 1)
             if len(self._kinds) > _REMEMBERED_KEYS:
                 self._kinds.popitem(last=False)
-        # Those that are still called stay, also where many others come once.
+        # Kinds that are still called are kept, even if many others are called once.
         self._kinds.move_to_end((key, hooks))
         return kind
 
 
 @dataclass
 class _Kind:
-    """Calls of one key with the same hooks: 63 bits for these and the options, and the number of
-    calls so far."""
+    """Calls of one key with the same hooks: 63 bits that encode these and the options, and the
+    number of calls so far."""
 
     number: int
     num_calls: int = 0
@@ -258,7 +258,7 @@ class _RankComparison:
     """Numbers of all ranks in flight.
 
     Attributes:
-        kind: of the call.
+        kind: kind of the call.
         everyone: function that waits for the numbers, one row per rank.
         arrived: function that returns whether they are complete.
         facts: the facts that the numbers encode, by name.
@@ -272,11 +272,11 @@ class _RankComparison:
 
 @dataclass(frozen=True)
 class _Here:
-    """What is cheap to know of a call on this rank, beside its key.
+    """Facts about a call on this rank, in addition to its key, that are cheap to compute.
 
     Attributes:
         grad: whether gradients are recorded; ``None`` if not compared.
-        digests: of the first values of each input on the CPU; ``None`` for others.
+        digests: digests of the first values of each input on the CPU; ``None`` for others.
     """
 
     grad: bool | None = None
@@ -358,7 +358,7 @@ _SAME_MODEL = (
 
 
 def _digest(number: str) -> str:
-    """Return the part of a fact that tells values apart where their beginnings are equal."""
+    """Return the part of a fact that distinguishes values whose first elements are equal."""
     return f" (digest of all {number})"
 
 
@@ -370,7 +370,7 @@ def _lines(name: str, holders: Mapping[str, Sequence[str]]) -> list[str]:
     shown = {value: _DIGEST.sub("", value) for value in holders}
     if len(set(shown.values())) < len(shown):
         shown = {value: value for value in holders}
-    # What a rank comes for is a verb phrase.
+    # A purpose is a verb phrase.
     before = " " if name == _CALL else f": {name.removeprefix(_INPUT)}: "
     return [
         f"  rank {', '.join(who)}{before}{textwrap.shorten(shown[value], 500)}"

@@ -1,4 +1,4 @@
-"""Memory and communication of code that runs, as its operators show them."""
+"""Memory and communication of running code, as seen from its operators."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _COLLECTIVES = {
     "broadcast_": "broadcast",
 }
 
-# A thread of gloo's holds a collective's tensors until a moment after the wait for it returned.
+# A thread of gloo holds a collective's tensors until a moment after the wait for it returned.
 _GLOO_LETS_GO_S = 0.2
 
 
 class Recorder(TorchDispatchMode):
     """Mode that counts collectives and remembers every storage that an operator returns.
 
-    Pinned memory is not counted: in it are copies for the host, of what the device has.
+    Pinned memory is not counted: it holds copies of the device's tensors on the host.
 
     Attributes:
         collectives: number of collectives, by kind.
@@ -77,7 +77,7 @@ class Recorder(TorchDispatchMode):
         return self._bytes(self._now(), self._numbers(excluding))
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
-        """Never count the storages of ``tensors``, which exist."""
+        """Never count the storages of ``tensors``, which must exist."""
         self._left_out |= self._numbers(tensors)
 
     def _remember(self, tensor: Tensor) -> None:
@@ -92,7 +92,7 @@ class Recorder(TorchDispatchMode):
             self._made.append((StorageWeakRef(storage), storage.data_ptr(), storage.nbytes()))
 
     def _now(self) -> list[int]:
-        """Return the numbers of the storages that exist."""
+        """Return the indices of the storages that exist."""
         self._alive = {
             pointer: number
             for pointer, number in self._alive.items()
@@ -101,7 +101,7 @@ class Recorder(TorchDispatchMode):
         return list(self._alive.values())
 
     def _numbers(self, tensors: Iterable[Tensor]) -> set[int]:
-        """Return the numbers of the storages of ``tensors``, which exist."""
+        """Return the indices of the storages of ``tensors`` that exist."""
         pointers = {_local(tensor).untyped_storage().data_ptr() for tensor in tensors}
         return {number for number in self._now() if self._made[number][1] in pointers}
 

@@ -33,7 +33,7 @@ class DeferredGradients:
         enabled: ``True`` while reductions are deferred.
         pending: parameter name to the sum of this rank's unreduced gradients.
         others_wait: whether other gradients are pending, for a reduction over data axes.
-        drop_others: drops those of the parameters with these ``id``.
+        drop_others: drops the other gradients of parameters with these ids.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class DeferredGradients:
         return bool(self.pending) or self.others_wait()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DeferredGradients:
-        # A copied module has no gradients, and nothing that waits to become some.
+        # A copied module has no gradients, and none pending.
         return DeferredGradients()
 
     @contextlib.contextmanager
@@ -67,7 +67,7 @@ class DeferredGradients:
             self.enabled = before
 
     def add(self, name: str, grad: Tensor) -> None:
-        # Not in place: autograd may still hand the first gradient to others.
+        # Not in place: autograd may still pass the first gradient to others.
         self.pending[name] = self.pending[name] + grad if name in self.pending else grad
 
     def drop(self, parameters: Iterable[Tensor]) -> None:
@@ -77,16 +77,16 @@ class DeferredGradients:
         module = _WATCHED[self]() if self.pending else None
         if module is None:
             return
-        # By identity: a tied parameter has another name where it is used again. All of them, for
-        # a model may list some alone.
+        # By identity, since a tied parameter has several names; by nn.Module's own method, since a
+        # model may override it to list some only.
         for name, parameter in nn.Module.named_parameters(module):
             if id(parameter) in dropped:
                 self.pending.pop(name, None)
 
     def reduce_frozen(self, tp: Communicator, parameters: Mapping[str, Tensor]) -> None:
-        """Reduce into ``grad`` what is pending for those of ``parameters`` that were frozen since.
+        """Reduce into ``grad`` the pending gradients of ``parameters`` that were frozen since.
 
-        No backward will reach them; on one device their gradients are there already.
+        No backward will reach them; on a single device their gradients would be there already.
         """
         frozen = [name for name in self.pending if not parameters[name].requires_grad]
         totals = reduce_gradients(tp, [self.pending.pop(name) for name in frozen])
@@ -98,13 +98,13 @@ class DeferredGradients:
             if parameter.grad is None:
                 parameter.grad = grad
             else:
-                # As autograd does: the user may hold this very tensor.
+                # In place, as autograd does: the user may hold this very tensor.
                 parameter.grad.add_(grad)
 
     def take(self, name: str, grad: Tensor | None) -> Tensor | None:
         """Return ``grad`` plus the pending gradient of ``name``."""
         waiting = self.pending.pop(name, None)
-        # A parameter that this backward does not reach still gets what earlier ones put off.
+        # A parameter that this backward does not reach still gets what earlier ones deferred.
         if waiting is None or grad is None:
             return waiting if grad is None else grad
         return grad + waiting
@@ -125,7 +125,7 @@ def refuse_pending(caller: str, parameters: Iterable[Tensor]) -> None:
 
     ``caller`` would read ``grad`` without them.
     """
-    # Made at the first module that waits: this runs before every step of every optimizer.
+    # Built at the first module that has some: this runs before every step of every optimizer.
     given: set[int] | None = None
     for deferred, reference in list(_WATCHED.items()):
         module = reference()
@@ -168,8 +168,8 @@ class ReplicateParameters(CompiledFunction):
             if ctx.deferred.enabled:
                 _defer(ctx.deferred, ctx.names, grads, fills)
                 return (None, None, None, *[None] * len(grads))
-            # What waits since no_sync belongs into grad: only a backward that fills it takes that.
-            # What neither is filled nor returned is not reduced.
+            # Gradients pending since no_sync belong in grad: only a backward that fills it takes
+            # them. Gradients that are neither put there nor returned are not reduced.
             partial = [
                 ctx.deferred.take(name, grad) if filled else grad if filled is None else None
                 for name, grad, filled in zip(ctx.names, grads, fills, strict=True)
@@ -203,8 +203,8 @@ def _defer(
 
 def reduce_gradients(tp: Communicator, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Return sums over ranks of partial gradients, with one all-reduce per dtype."""
-    # As in the backward of a region: neither views nor versions, and past the autograd kernels of
-    # collectives, which are written in Python.
+    # As in the backward of a region, no views or versions are tracked; this also bypasses the
+    # autograd kernels of collectives, which are written in Python.
     with torch._C._AutoDispatchBelowADInplaceOrView():
         return _reduced(tp, grads)
 
@@ -219,7 +219,7 @@ def _reduced(tp: Communicator, grads: Sequence[Tensor | None]) -> list[Tensor | 
         # Norms and biases: dozens of small tensors, whose latencies would add up.
         flat = torch.cat([part if part.dim() == 1 else part.reshape(-1) for _, part in parts])
         total = tp.all_reduce(flat, "P", "I")
-        del flat  # or three buckets would exist beside the gradients, of which plans count two
+        del flat  # else three buckets would exist next to the gradients; plans count two
         # Copies: views would share one version counter and keep the whole bucket alive.
         pieces = torch.ops.aten.split_with_sizes_copy.default(
             total, [part.numel() for _, part in parts]

@@ -32,10 +32,10 @@ from sp_compiler.runtime.parameter_gradients import (
 def refuse_transforms(leaves: Iterable[Any], parameters: Callable[[], Iterable[Tensor]]) -> None:
     """Raise :class:`UnsupportedError` if a program would run under a transform.
 
-    ``leaves`` and ``parameters()`` are its arguments, among which may be dual numbers.
+    ``leaves`` and ``parameters()`` are its arguments, which may include dual tensors.
     """
     transformed = torch._C._are_functorch_transforms_active()
-    # Every call comes here: two reads where nothing is transformed.
+    # Every call comes here: only two reads if no transform is active.
     if not transformed and forward_ad._current_level < 0:
         return
     if transformed or any(
@@ -55,7 +55,7 @@ class RegionRunner:
 
     ``parameters``: indices of inputs that are parameters. ``padded``: those that are padded shards,
     with their placements. ``partial``: those whose gradients are partial sums, if they are read as
-    DTensors. ``reached_from``: for inputs that gradients reach from some outputs only, these
+    DTensors. ``reached_from``: for inputs that gradients reach only from some outputs, those
     outputs.
     """
 
@@ -88,20 +88,20 @@ class RegionRunner:
 
     def forward(self, operands: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Return outputs of the region, and the tensors saved for backward."""
-        # The code brings its own backward: what autograd does in each operator only to find that it
-        # has nothing to record takes a tenth of a small operator's time. Views and versions are
-        # still kept, for the caller may change in place what was saved.
+        # The code has its own backward. Dispatching each operator through autograd, only to find
+        # nothing to record, takes a tenth of a small operator's time. Views and versions are still
+        # tracked, because the caller may change saved tensors in place.
         with self._guard(torch._C._AutoDispatchBelowAutograd):
             return self.code.forward(self.tp, *operands)
 
     def put_away(self, saved: Sequence[Any]) -> Sequence[Any]:
-        """Return what autograd saves for what the forward saved."""
+        """Return what autograd saves in place of what the forward saved."""
         return saved
 
     def operands(self, inputs: Sequence[Any]) -> list[Any]:
         """This rank's part of each input, padding included."""
-        # Inlined, like the reading of _local_tensor everywhere below: with a small kernel behind
-        # every operator, a call of Python's for each input is what a step waits for.
+        # Inlined, like the reads of _local_tensor everywhere below: with small kernels, a step is
+        # bound by the host, and a Python call per input would show.
         parts = [value._local_tensor if isinstance(value, DTensor) else value for value in inputs]
         for index, placement in self.padded.items():
             parts[index] = padded_part(parts[index], placement, self.tp.world_size)
@@ -117,7 +117,7 @@ class RegionRunner:
             grads: gradient of every output, ``None`` if there is none; at least one is not.
             metas: shape, dtype and device of each differentiable output, in order.
         """
-        # Neither views nor versions: of what is made here nothing is saved.
+        # No views or versions are tracked: nothing that is computed here is saved.
         with self._guard(torch._C._AutoDispatchBelowADInplaceOrView):
             results = self.compute_gradients(saved, grads, metas)
         for index in self.unreached(grads):
@@ -129,7 +129,7 @@ class RegionRunner:
     ) -> list[Tensor | None]:
         """Return :meth:`run_backward`, with zeros for inputs that no gradient reaches."""
         loss = self.loss_backward
-        # The usual training step: no gradient but the loss's, so none of zeros flows through.
+        # The usual training step: only the loss has a gradient, so no zeros have to flow.
         if loss is not None and all(
             (grad is not None) == (index == loss.output) for index, grad in enumerate(grads)
         ):
@@ -140,7 +140,7 @@ class RegionRunner:
         return list(backward(self.tp, saved, *tangents))
 
     def _guard(self, below: Callable[[], Any]) -> Any:
-        # Verification differentiates a region by torch's own autograd.
+        # Verification differentiates a region with torch's own autograd.
         return nullcontext() if getattr(self.code, "uses_autograd", False) else below()
 
     def tangents(self, grads: Sequence[Tensor | None], metas: Sequence[Any]) -> list[Tensor]:
@@ -181,21 +181,21 @@ class OffloadingRunner(RegionRunner):
     trip: HostTrip = field(kw_only=True)
 
     def put_away(self, saved: Sequence[Any]) -> Sequence[Any]:
-        """As of the base class, with tensors on the host."""
+        """As in the base class, with tensors on the host."""
         return self.trip.leave(saved)
 
     def run_backward(
         self, saved: Sequence[Any], grads: Sequence[Tensor | None], metas: Sequence[Any]
     ) -> list[Tensor | None]:
-        """As of the base class."""
+        """As in the base class."""
         return super().run_backward(self.trip.fetch(saved), grads, metas)
 
 
 class Handed:
-    """What the backward of one call has made for another function.
+    """Values that the backward of one call has computed for another function.
 
-    Values are of one backward: after one that failed, another begins anew, on every rank alike. And
-    a hook may run a backward of the same graph in the middle of one.
+    They belong to one run of backward: after a failed run the next one starts anew, in the same
+    way on every rank. A hook may also run a backward of the same graph in the middle of another.
     """
 
     def __init__(self) -> None:
@@ -208,7 +208,7 @@ class Handed:
         self._values[self._last] = values
 
     def take(self) -> list[Any] | None:
-        """Return the values, which from now on are the caller's; ``None`` if there are none."""
+        """Return the values, which the caller owns from now on; ``None`` if there are none."""
         self._last = torch._C._current_graph_task_id()
         return self._values.pop(self._last, None)
 
@@ -222,8 +222,8 @@ class Handed:
 class LookAheadRunner(RegionRunner):
     """Runs one call of a region whose backward also recomputes for the call before it.
 
-    ``before``: the node of autograd of that call, if it is of the same region. It has the tensors
-    that this backward reads, as long as its own may run.
+    ``before``: the autograd node of that call, if it calls the same region. It has the tensors
+    that this backward reads, as long as its own backward may still run.
     """
 
     before: Any = field(kw_only=True)
@@ -232,13 +232,13 @@ class LookAheadRunner(RegionRunner):
     def compute_gradients(
         self, saved: Sequence[Any], grads: Sequence[Tensor | None], metas: Sequence[Any]
     ) -> list[Tensor | None]:
-        """As of the base class."""
+        """As in the base class."""
         code: Any = self.code
         values = self.recomputed.take()
         if values is None:
             values = list(code.recompute(self.tp, saved))
         tangents, before = self.tangents(grads, metas), self.before
-        # None, or its backward is not to come.
+        # There is none, or its backward will not run.
         if (
             before is None
             or before.runner.recomputed.is_done
@@ -261,15 +261,15 @@ class RegionFunction(CompiledFunction):
         outputs, made = runner.forward(locals_)
         saved = runner.put_away(made)
         ctx.runner = runner
-        # Gradients that nobody asks for stay None and cost nothing.
+        # Gradients that are not needed stay None and cost nothing.
         ctx.set_materialize_grads(False)
-        # A local part of a DTensor does not see that the DTensor is changed in place (its version
-        # stays), so the DTensor is saved instead.
+        # The local part of a DTensor does not notice if the DTensor is changed in place (its own
+        # version stays the same), so the DTensor is saved instead.
         owner_of = {
             id(locals_[index]): owner
             for index, owner in zip(runner.parameters, owners, strict=True)
         }
-        # Hardly ever: one value given twice, or a parameter itself.
+        # Rare: the same value is returned twice, or a parameter itself is.
         ids = {id(out) for out in outputs}
         if len(ids) < len(outputs) or not ids.isdisjoint(owner_of):
             outputs = _distinct(
@@ -294,7 +294,7 @@ class RegionFunction(CompiledFunction):
         ]
         tensors = [value for value in saved if isinstance(value, Tensor)] if ctx.others else saved
         ctx.save_for_backward(*[owner_of.get(id(value), value) for value in tensors])
-        # The padding of a part is put on again.
+        # Saved parts whose padding is added again in backward.
         ctx.padded = [
             (position, placement)
             for index, placement in runner.padded.items()
@@ -311,14 +311,14 @@ class RegionFunction(CompiledFunction):
         if all(grad is None for grad in grads):
             return (None, None, *[None] * len(ctx.needs_input_grad[2:]))
         refuse_batched(grads)
-        # Off already but for create_graph; to enter it takes longer than a small kernel.
+        # Grad mode is on only with create_graph; entering no_grad takes longer than a small kernel.
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext(), with_captured_casts():
             results = runner.run_backward(_saved(ctx), grads, ctx.tangent_metas)
-            # Simulated ranks pass padded parts in: only what is stored as a parameter has none.
+            # Simulated ranks pass padded parts; only stored parameters lack the padding.
             for index, _, _ in ctx.parameters if runner.padded else ():
                 if index in runner.padded:
                     results[index] = runner.without_padding(index, results[index])
-        # Outside of no_grad, where create_graph shows.
+        # Outside of no_grad, so that the grad mode of create_graph is visible.
         deliver(ctx.parameters, ctx.next_functions, results, grads)
         return (None, None, *forbid_double_backward(results, grads))
 
@@ -342,16 +342,17 @@ def _distinct(outputs: Sequence[Any], seen: set[int]) -> tuple[Any, ...]:
 
 
 def _changeable(outputs: Sequence[Any], inputs: Sequence[Any]) -> tuple[Any, ...]:
-    """Return outputs that are views of nothing but inputs.
+    """Return outputs that are views only if they are views of inputs.
 
     Autograd refuses in-place changes (``loss /= 2``) of a function's results that are views, here
-    of what the region made itself. A view of an input it has to know, or it would miss the change.
+    of tensors that the region itself made. It must know views of inputs, or it would miss such a
+    change.
     """
     if not any(isinstance(out, Tensor) and out._is_view() for out in outputs):
         return tuple(outputs)
     bases = {id(x if x._base is None else x._base) for x in inputs if isinstance(x, Tensor)}
     return tuple(
-        # Shares the version, so that a change of what was saved is found.
+        # Shares the version counter, so that changes of saved tensors are detected.
         out.detach()
         if isinstance(out, Tensor) and out._is_view() and id(out._base) not in bases
         else out
@@ -360,7 +361,7 @@ def _changeable(outputs: Sequence[Any], inputs: Sequence[Any]) -> tuple[Any, ...
 
 
 def _saved(ctx: Any) -> list[Any]:
-    # Reading saved_tensors is what raises for a parameter that was changed since.
+    # Reading saved_tensors raises if a parameter was changed since.
     values = [
         value._local_tensor if isinstance(value, DTensor) else value for value in ctx.saved_tensors
     ]

@@ -1,7 +1,7 @@
 """CPU collectives whose waits check periodically whether another rank has failed.
 
-A wait for one of torch's functional collectives ends only with the collective. Here the handles of
-collectives in flight are waited for in slices of time.
+A wait for one of torch's functional collectives ends only with the collective. This module keeps
+the handles of collectives in flight, and waits for them in slices of time.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _OPERATIONS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MA
 
 
 def outside_modes() -> AbstractContextManager[Any]:
-    """Return a context in which no mode of the caller's sees what is no part of the step."""
-    # Every call asks, and to leave no mode takes as long as to leave many.
+    """Return a context that hides what is not part of the step from the caller's modes."""
+    # Every call asks, and disabling no mode takes as long as disabling many.
     return nullcontext() if _get_current_dispatch_mode() is None else _disable_current_modes()
 
 
@@ -39,7 +39,7 @@ def is_gloo(process_group: dist.ProcessGroup, device_type: str = "cpu") -> bool:
     """Return whether tensors of the group on a device of that type go through gloo."""
     try:
         return process_group._get_backend(torch.device(device_type)).name() == "gloo"
-    except RuntimeError:  # a group for other devices alone
+    except RuntimeError:  # a group for other devices only
         return False
 
 
@@ -47,12 +47,12 @@ def is_gloo(process_group: dist.ProcessGroup, device_type: str = "cpu") -> bool:
 def let_gloo_finish() -> None:
     """Make the interpreter wait at its exit until gloo's threads are done with their last tensors.
 
-    A collective wakes the rank that waits for it, and then frees its tensors, for which it needs
-    the interpreter's lock. If that is finalized meanwhile, as after a script whose last statement
-    is ``full_tensor()``, the process aborts ("terminate called without an active exception") after
-    right results: 5 of 48 processes did, of plain torch.
+    A collective wakes the rank that waits for it and then frees its tensors, which takes the GIL.
+    If the interpreter is finalized meanwhile, as after a script whose last statement is
+    ``full_tensor()``, the process aborts ("terminate called without an active exception") after
+    correct results: 5 of 48 processes did, with plain torch.
     """
-    # Whoever sleeps gives the lock away.
+    # Sleeping releases the GIL.
     atexit.register(time.sleep, _FINISH_SECONDS)
 
 
@@ -61,7 +61,7 @@ class WatchedCollectives(FunctionalCollectives):
 
     Args:
         process_group: a group with a backend for CPU tensors.
-        board: of the group.
+        board: board of the group.
         timeout: how long to wait for the other ranks.
     """
 
@@ -87,7 +87,7 @@ class WatchedCollectives(FunctionalCollectives):
     def gather_numbers(self, numbers: list[int], purpose: str) -> Callable[[], list[list[int]]]:
         """Start to gather a few integers of every rank; returns a function that waits for them."""
         self.begin()
-        # Every call does it, so beneath the dispatcher, which takes longer than all else.
+        # In every call, so it bypasses the dispatcher, which takes longer than all else.
         own, ranks = np.array(numbers), np.empty(self._board.world_size * len(numbers), np.int64)
         with outside_modes():
             result = torch.from_numpy(ranks)
@@ -112,10 +112,10 @@ class WatchedCollectives(FunctionalCollectives):
             return super().reduce_scatter(x, world_size)
         self.begin()
         if _get_current_dispatch_mode() is not None:
-            # What counts collectives should see the one that was asked for.
+            # Modes that count collectives should see the one that was asked for.
             super().reduce_scatter(x.to("meta"), world_size)
-        # Gloo's own reduce-scatter sums every part by an all-reduce of its own, which takes twice
-        # as long to the same numbers, and its wait knows no timeout.
+        # Gloo's own reduce-scatter runs an all-reduce for every part, which takes twice as long for
+        # the same result, and its wait does not support a timeout.
         summed = x.clone()
         options = dist.AllreduceOptions()
         options.reduceOp = op
@@ -143,7 +143,7 @@ class WatchedCollectives(FunctionalCollectives):
         return self.arrival(work, result)
 
     def broadcast(self, x: Tensor) -> None:
-        """Copy rank 0's numbers into ``x`` on every rank."""
+        """Copy rank 0's values into ``x`` on every rank."""
         self.begin()
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
@@ -154,7 +154,7 @@ class WatchedCollectives(FunctionalCollectives):
 
         Raises:
             RankFailureError: another rank has failed or is gone.
-            RankMismatchError: another rank waits for something else, or has not come in time.
+            RankMismatchError: another rank waits for something else, or has not arrived in time.
         """
         place = f"collective {number}"
         with contextlib.closing(RankWait(self._board, purpose, place, self._timeout)) as wait:
@@ -163,7 +163,7 @@ class WatchedCollectives(FunctionalCollectives):
                     work.wait(LOOK_EVERY)
                     return
                 except RuntimeError:
-                    # Raised for the end of the slice too, which the collective may have used.
+                    # Also raised at the end of a slice, by which the collective may have ended.
                     if work.is_completed():
                         break
                 wait.look()
@@ -191,7 +191,7 @@ class WatchedCollectives(FunctionalCollectives):
         Raises:
             RankFailureError: the group is unusable after a failure.
         """
-        # Its number would be one of those before the failure, and its wait would raise that again.
+        # Else its number would be from before the failure, and its wait would raise that again.
         self._board.begin_anew(self._timeout)
         before, self._board.before_next = self._board.before_next, None
         if before is not None:

@@ -1,9 +1,10 @@
 """Weight gradients that are computed later than the gradients of activations.
 
-If a pipeline's schedule delays them, the backward of a region call computes only the gradients that
-the previous stage waits for, and leaves the rest here as a function to run when the stage is idle.
-Of calls in a row, each may leave some to the call before it, whose backward hides communication
-with them. That order is autograd's own: where it is not as planned, each call does its own work.
+If a pipeline's schedule delays them (the B/W split of zero-bubble schedules), the backward of a
+region call computes only the gradients that the previous stage waits for, and leaves the rest here
+as a function to run when the stage is idle. In a sequence of calls, each may also hand some of its
+weight gradients over to the call before it, whose backward runs next and hides communication with
+them. Autograd decides that order: where it is not as planned, each call computes its own.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class WeightTarget:
     Attributes:
         index: index of the region's input.
         name: stored name of the parameter.
-        parameter: stored.
+        parameter: the stored parameter.
         is_partial: whether the gradient is a partial sum, as for a replicated parameter.
     """
 
@@ -61,8 +62,8 @@ class WeightGradients:
     """Functions that compute weight gradients, in the order in which backward added them.
 
     Args:
-        deferred: holds partial sums, which are reduced at the end of a step; ``None`` to add them
-            to their parameters as such.
+        deferred: holds partial sums, which are reduced at the end of a step; ``None`` to accumulate
+            them into their parameters unreduced.
     """
 
     def __init__(self, deferred: DeferredGradients | None) -> None:
@@ -76,9 +77,9 @@ class WeightGradients:
     def take(self) -> Callable[[], None]:
         """Return a function that computes all weight gradients added since the last call.
 
-        What several calls add to one parameter, a tied one, is its gradient as a sum: hooks of the
-        parameter see that, as in a backward of autograd. What is partial is summed by itself: it
-        still has to be reduced.
+        If several calls add to one parameter, a tied one, the gradients are summed first: hooks of
+        the parameter see the sum, as in a backward of autograd. Partial sums are added up
+        separately, because they still have to be reduced.
         """
         waiting, self._waiting = self._waiting, []
         uses = Counter(target.key for _, targets in waiting for target in targets)
@@ -86,11 +87,11 @@ class WeightGradients:
 
         def run() -> None:
             while waiting:
-                compute, targets = waiting.pop(0)  # what it holds is free as soon as it has run
+                compute, targets = waiting.pop(0)  # its tensors are freed as soon as it has run
                 with torch.no_grad():
                     grads = compute()
-                # Gradients of fused linears are parts of one storage, and what is in ``grad`` is
-                # changed in place.
+                # Gradients of fused linears share a storage, and autograd changes ``grad`` in
+                # place.
                 owners = Counter(_storage(grad) for grad in grads if grad is not None)
                 for target in targets:
                     key, grad = target.key, grads[target.index]
@@ -118,28 +119,28 @@ class DelayedRunner(RegionRunner):
     targets: tuple[WeightTarget, ...] = field(kw_only=True)
 
     def record(self, inputs: Sequence[Any], owners: Sequence[Tensor]) -> tuple[Any, ...]:
-        """As of the base class, without an edge to parameters whose gradients come later: along it
-        their hooks would run once more, without a gradient."""
+        """As in the base class, but without edges to parameters whose gradients come later: along
+        these their hooks would run an extra time, without a gradient."""
         inputs = list(inputs)
         for target in self.targets:
             inputs[target.index] = local_tensor(inputs[target.index]).detach()
         if self.targets:
-            # There has to be a backward where no activation has a gradient too: in a first layer.
+            # Backward must run even if no activation has a gradient, as in a first layer.
             anchor = inputs[self.targets[0].index].new_empty(0, requires_grad=True)
             inputs.append(anchor)
         return super().record(inputs, owners)
 
     def forward(self, operands: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """As of the base class."""
+        """As in the base class."""
         return super().forward(operands[:-1] if self.targets else operands)
 
     def run_backward(
         self, saved: Sequence[Any], grads: Sequence[Tensor | None], metas: Sequence[Any]
     ) -> list[Tensor | None]:
-        """As of the base class, ``None`` for parameters."""
+        """As in the base class, but ``None`` for parameters."""
         loss, code = self.loss_backward, self.code
         tangents = self.tangents(grads, metas) if loss is None else [grads[loss.output]]
-        # As in the base class: neither views nor versions.
+        # As in the base class: no views or versions are tracked.
         with torch._C._AutoDispatchBelowADInplaceOrView():
             results, rest = code.backward_inputs(self.tp, saved, *tangents)  # type: ignore[attr-defined]
 
@@ -156,14 +157,14 @@ class DelayedRunner(RegionRunner):
 
         self.weights.put(compute, self.targets)
         gradients = [None if index in unreached else grad for index, grad in enumerate(results)]
-        return [*gradients, None] if self.targets else gradients  # None: of the anchor
+        return [*gradients, None] if self.targets else gradients  # None for the anchor
 
 
 def can_work_for_others(managed: Collection[str]) -> bool:
-    """Return whether a backward may do work of another call.
+    """Return whether a backward may do work for another call.
 
-    What FSDP gathers for a call is not there yet, and hooks on saved tensors, such as those of
-    ``torch.utils.checkpoint``, allow one reading only.
+    Parameters that FSDP gathers for that call are not there yet, and hooks on saved tensors, such
+    as those of ``torch.utils.checkpoint``, allow only one read.
 
     Args:
         managed: names of the parameters that FSDP gathers.
@@ -175,10 +176,10 @@ class LateGradients:
     """Gradients of one call that its backward hands over to the call before it.
 
     Attributes:
-        behind: those of the call behind.
-        handed: what they are computed from, put there by the call's own backward.
+        behind: the late gradients of the call after it.
+        handed: tensors to compute them from, put there by the call's own backward.
         computed: gradients, put there by the backward of the call before.
-        unreached: indices of inputs that no gradient reached, likewise.
+        unreached: indices of inputs that no gradient reached, put there by the call's own backward.
     """
 
     def __init__(self, runner: RegionRunner, indices: Sequence[int]) -> None:
@@ -188,8 +189,8 @@ class LateGradients:
         self._runner = runner
 
     def take(self) -> list[Tensor | None]:
-        """Return the gradients of the inputs ``indices``, which are computed now if they are not
-        yet."""
+        """Return the gradients of the inputs ``indices``; compute them now if nothing else
+        did."""
         runner, results = self._runner, self.computed.take()
         if results is None:
             code: Any = runner.code
@@ -209,21 +210,21 @@ class LateGradients:
 
 
 class LateFunction(CompiledFunction):
-    """Node of gradients that are computed late: ``apply(late, *parameters) -> token``.
+    """Autograd node of gradients that are computed late: ``apply(late, *parameters) -> token``.
 
     The call takes the token as one more input, so this node becomes ready when the call's backward
-    has run. Of nodes that are ready autograd runs the youngest first. What follows the call before
-    is younger than that call, so a node that is older runs behind its backward.
+    has run. Autograd runs the youngest of the ready nodes first. Nodes between the two calls are
+    younger than the call before, so a node that is older than that call runs after its backward.
     """
 
     @staticmethod
     def forward(ctx: Any, late: LateGradients, *parameters: Tensor) -> Tensor:
-        # After a backward that failed, autograd's queue keeps nodes that were ready. The call's own
-        # node holds it, and is there as long as the graph.
+        # Weak: after a failed backward, autograd's queue keeps nodes that were ready. The call's
+        # own node keeps ``late`` alive as long as the graph exists.
         ctx.late = weakref.ref(late)
         ctx.set_materialize_grads(False)
         ctx.parameters = parameter_edges(parameters)
-        # On their device: autograd has a queue for each.
+        # On the parameters' device: autograd has a queue for each device.
         token: Tensor = local_tensor(parameters[0]).new_empty(0)
         return token
 
@@ -252,25 +253,25 @@ class HandOverRunner(RegionRunner):
     token: Tensor = field(kw_only=True)
 
     def record(self, inputs: Sequence[Any], owners: Sequence[Tensor]) -> tuple[Any, ...]:
-        """As of the base class."""
+        """As in the base class."""
         return super().record([*inputs, self.token], owners)
 
     def forward(self, operands: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """As of the base class."""
+        """As in the base class."""
         *own, _ = operands
         return super().forward(own)
 
     def run_backward(
         self, saved: Sequence[Any], grads: Sequence[Tensor | None], metas: Sequence[Any]
     ) -> list[Tensor | None]:
-        """As of the base class; behind the others the gradient of the token, which has no
+        """As in the base class, followed by the gradient of the token, which has no
         elements."""
         return [*super().run_backward(saved, grads, metas), self.token.detach()]
 
     def compute_gradients(
         self, saved: Sequence[Any], grads: Sequence[Tensor | None], metas: Sequence[Any]
     ) -> list[Tensor | None]:
-        """As of the base class, without those that it hands over."""
+        """As in the base class, without the gradients that it hands over."""
         code: Any = self.code
         node: Any = self.token.grad_fn
         late, tangents = self.late, self.tangents(grads, metas)
@@ -282,7 +283,7 @@ class HandOverRunner(RegionRunner):
         results = list(results)
         if handed is not None:
             assert late.behind is not None
-            # In the places of its own.
+            # At the indices of its own.
             late.behind.computed.put([results[index] for index in late.indices])
         for index in late.indices:
             results[index] = None
@@ -295,13 +296,13 @@ class HandOverRunner(RegionRunner):
 def hand_over_runner(
     runner: RegionRunner, indices: Sequence[int], owners: Sequence[Tensor], before: Any
 ) -> HandOverRunner | None:
-    """Return ``runner`` for one call that hands gradients over, ``None`` if it has none to hand
+    """Return ``runner`` for one call that hands gradients over; ``None`` if there are none to hand
     over.
 
     Args:
         indices: inputs of the region whose gradients are handed over.
         owners: all parameters of the call.
-        before: node of autograd of the call before, ``None`` if no call of the region is.
+        before: autograd node of the call before; ``None`` if that does not call the region.
     """
     by_index = dict(zip(runner.parameters, owners, strict=True))
     parameters = [by_index[index] for index in indices]
@@ -313,15 +314,15 @@ def hand_over_runner(
         number = _number_of(before)
         if number is not None:
             before.runner.late.behind = late
-            # Just older than that call: also where hooks of one rank have made nodes between the
-            # two, all ranks run the same functions.
+            # Just older than that call: even if hooks on one rank have made nodes between the two,
+            # all ranks run the same functions.
             token.grad_fn._set_sequence_nr(number - 1)
     return HandOverRunner(**vars(runner), late=late, token=token)
 
 
 def _number_of(node: Any) -> int | None:
-    """Return the number of a node of autograd, ``None`` if torch 2.11 has none any more: a hook has
-    cut off what is behind it, and its backward is not to come."""
+    """Return the sequence number of an autograd node; ``None`` if torch 2.11 no longer has one: a
+    hook has cut off the graph after it, and its backward will not run."""
     try:
         number: int = node._sequence_nr()
     except RuntimeError:

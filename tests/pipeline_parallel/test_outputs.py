@@ -166,7 +166,7 @@ def test_outputs_are_joined_along_the_batch_or_its_tokens() -> None:
     # States of four layers, tokens of each of eight experts, positions before a batch of one.
     for shape, count in (((4, 2, 3), 2), ((8,), 2), ((7, 1, 3), 1), ((2, 3), 4)):
         part = torch.ones(shape)
-        with pytest.raises(UnsupportedError, match=f"for a microbatch of {count} rows.*no batch"):
+        with pytest.raises(UnsupportedError, match=f"for a microbatch of {count} rows.*the batch"):
             joined([part, part], halves, [count, 9 * count])
         assert joined([part], [1.0], [count]) is part
 
@@ -180,7 +180,7 @@ def test_scalars_are_averaged_in_their_own_dtype() -> None:
     assert actual.dtype == torch.float32
     third = joined([torch.ones((), dtype=torch.float64)] * 3, [1 / 3] * 3, [4])
     assert third == 1.0
-    with pytest.raises(UnsupportedError, match=r"torch.int64 for a microbatch.*is no mean"):
+    with pytest.raises(UnsupportedError, match=r"torch.int64 for a microbatch.*is not a mean"):
         joined([torch.tensor(3), torch.tensor(4)], [0.5, 0.5], [4])
 
 

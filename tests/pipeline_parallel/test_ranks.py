@@ -348,7 +348,7 @@ def _weighed() -> None:
     assert all(parameter.grad.isfinite().all() for parameter in pipeline.parameters())
     for parameter in pipeline.parameters():
         parameter.requires_grad_(False)
-    with pytest.raises(UnsupportedError, match="freeze before"):
+    with pytest.raises(UnsupportedError, match="freeze parameters before"):
         pipeline.step(**batch)
 
 

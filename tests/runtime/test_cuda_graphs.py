@@ -170,7 +170,7 @@ def test_calls_before_the_backward_of_another(retain: bool, pools: list[Pool]) -
         losses[1].backward(retain_graph=True)
         return losses[0]
 
-    with pytest.warns(UserWarning, match="the backward of the call before it may still come"):
+    with pytest.warns(UserWarning, match="the backward of the call before it may still run"):
         _assert_same(step, steps=4)
     assert sum(_replays(pools)) > 0
 

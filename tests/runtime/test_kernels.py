@@ -64,8 +64,8 @@ def test_what_fails_on_any_rank_runs_as_written_on_this_one() -> None:
     assert [kernel.written for kernel in kernels] == ["rank 0: no memory", "rank 1: killed", ""]
     assert compiled.notes == [
         "a",
-        "f_1 runs as written, on all ranks: rank 0: no memory",
-        "f_2 runs as written, on all ranks: rank 1: killed",
+        "f_1 runs uncompiled on all ranks: rank 0: no memory",
+        "f_2 runs uncompiled on all ranks: rank 1: killed",
     ]
 
 
@@ -85,7 +85,7 @@ def test_a_rare_one_is_compiled_on_all_ranks_when_it_is_called() -> None:
     rare.before_first_call()
     assert (agreement.met, rare.compiled) == (["compiles f_2", "compiles f_1"], 1)
     assert rare.written == "rank 0: no memory"
-    assert compiled.notes == ["a", "f_1 runs as written, on all ranks: rank 0: no memory"]
+    assert compiled.notes == ["a", "f_1 runs uncompiled on all ranks: rank 0: no memory"]
 
 
 @pytest.mark.usefixtures("nothing_frozen")

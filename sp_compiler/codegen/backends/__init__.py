@@ -49,7 +49,7 @@ def compile_regions(
 
     The source ends with a comment that chains the regions' calls, whatever the backend.
     """
-    # By name, for a backend may need packages that others do without.
+    # By name, because a backend may need packages that others do not.
     module = importlib.import_module(f"{__name__}.{backend}")
     loaded: LoadedProgram = module.compile_regions(regions)
     source = loaded.source + wiring(program, regions, loaded.value_names)

@@ -26,7 +26,7 @@ def compile_regions(regions: Sequence[CompiledRegion], products: bool = True) ->
     """Load the classes of all regions from one text, and trace the functions for Inductor.
 
     Kernels are compiled at the first call: a plan needs none, and a module may still be moved to
-    another device. Without ``products``, matrix products run as generated.
+    another device. Without ``products``, matmuls run uncompiled.
     """
     split = functools.partial(split_method, products=products)
     apart: Apart = "collectives" if products else "products"
@@ -38,14 +38,14 @@ def compile_regions(regions: Sequence[CompiledRegion], products: bool = True) ->
     }
     source = module_source(texts.values(), _IMPORTS)
     namespace = load(source)
-    # Loaded before it is traced: the functions that are traced are those of the text.
+    # Loaded before tracing, because the functions of the text are traced.
     codes = {name: namespace[text.name] for name, text in texts.items()}
-    # For the plan: nothing else shows what is not compiled, for it runs all the same.
+    # For the plan: nothing else shows what is not compiled, because it runs all the same.
     notes: list[str] = []
     kernels: dict[str, list[Fused]] = {}
     for each in regions:
         code = codes[each.region.name]
-        # Once, on all of a region: what one function returns is what the next is given.
+        # Once per region, all functions in turn: what one returns is given to the next.
         error = _trace(each.partitioned, code, each.world_size)
         functions = _compiled_functions(code)
         kernels[each.region.name] = [fused for fused in functions if fused.is_traced]
@@ -56,7 +56,7 @@ def compile_regions(regions: Sequence[CompiledRegion], products: bool = True) ->
             if not fused.is_traced:
                 reason = fused.reason or error
                 fused.run_as_written(reason)
-                notes.append(f"{fused.name} runs as written, not by Inductor: {reason}")
+                notes.append(f"{fused.name} runs uncompiled: {reason}")
     names = {name: text.names for name, text in texts.items()}
     return LoadedProgram(source, codes, names, tuple(notes), kernels)
 
@@ -75,7 +75,7 @@ def _compiled_functions(code: Any, of: str = "") -> list[Fused]:
 def _trace(parts: Partitioned, code: Any, world_size: int) -> str:
     """Run ``code`` once on the fake tensors of the graphs; return the error's text, "" if there was
     none."""
-    # The mode of the graphs, for tensors of two do not mix.
+    # The mode of the graphs: tensors of two fake modes do not mix.
     mode = fake_mode_of(parts.forward)
     try:
         with mode, torch.no_grad():
@@ -99,15 +99,15 @@ def _trace(parts: Partitioned, code: Any, world_size: int) -> str:
                 code.backward_weights(tp, list(rest))
             if parts.loss is not None:
                 code.loss_backward(tp, saved, *_inputs(parts.loss.backward)[len(saved) :])
-    except Exception as error:  # a statement between the functions may need real numbers
+    except Exception as error:  # a statement between the functions may need real values
         return first_line(error)
     return ""
 
 
 def _device_of(inputs: Sequence[Any]) -> torch.device:
     """Return the device where functions of ``inputs`` run."""
-    # Of a number on the CPU, Inductor's code for a GPU is given the value by the host, which would
-    # wait for a rank that is on the GPU; and a number may be the first of the inputs.
+    # Not simply that of the first input, which may be a scalar on the CPU: Inductor's code for a
+    # GPU is given CPU scalars by the host, which would wait for a rank that is on the GPU.
     devices = [x.device for x in inputs if isinstance(x, Tensor)]
     return next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
 

@@ -1,4 +1,4 @@
-"""Chains of operators between matrix products, compiled by Inductor; products run as generated."""
+"""Chains of operators between matmuls, compiled by Inductor; matmuls run uncompiled."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from sp_compiler.codegen.module_text import CompiledRegion
 
 
 def compile_regions(regions: Sequence[CompiledRegion]) -> LoadedProgram:
-    """Load the classes of all regions; as :func:`.inductor.compile_regions`, without products."""
+    """Load the classes of all regions; as :func:`.inductor.compile_regions`, without matmuls."""
     return inductor.compile_regions(regions, products=False)

@@ -1,22 +1,22 @@
 """Attention with dropout by FlexAttention, whose kernels never write scores to memory.
 
-FlexAttention changes scores before its softmax, and dropout is of what the softmax returns. With M
-what survives, 0 or 1, a softmax of ``s + log(M / (1 - p))`` has the right numerators and the sum of
-those that survive below them. So forward takes two calls::
+FlexAttention modifies scores before its softmax, and dropout applies to what the softmax returns.
+With M, 0 or 1, for what survives, a softmax of ``s + log(M / (1 - p))`` has the right numerators,
+but only the sum of those that survive as its denominator. So forward takes two calls::
 
     context', lse' = flex(s + log(M / (1 - p)))          lse = flex(s) of a few columns of values
     context = context' * exp(lse' - lse)
 
-Backward takes one. Its kernel is given ``lse`` in place of ``lse'``: then what it takes for
+Backward takes one. Its kernel is given ``lse`` instead of ``lse'``: then what it takes for the
 probabilities, ``W = exp(s + log(M / (1 - p)) - lse)``, is what multiplies the values. With
-``delta = sum(grad * context)`` of a row and P the probabilities before dropout, ::
+``delta = sum(grad * context)`` of a row and P the probabilities before dropout::
 
     grad_s = W * (grad @ v^T) - P * delta
-           = W * (grad @ v^T - (1 - p) * delta)          where M is 1, for P = (1 - p) * W
-           = -exp(s - lse) * delta                       where M is 0, for W = 0
+           = W * (grad @ v^T - (1 - p) * delta)          where M is 1: P = (1 - p) * W
+           = -exp(s - lse) * delta                       where M is 0: W = 0
 
-of which the kernel computes the first, given ``(1 - p) * delta``, and the derivative of the change
-of scores, which is ours, the second.
+The kernel computes the first, given ``(1 - p) * delta``, and our derivative of the modified scores
+the second.
 
 The softmax is that of FlashAttention-2 (Dao 2023, arXiv 2307.08691); FlexAttention is described in
 Dong et al. 2024, arXiv 2412.05496.
@@ -42,14 +42,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from sp_compiler.ops.counter import Grid, bits_of, in_memory
 from sp_compiler.ops.dropout import threshold_of
 
-# Sides of the blocks of scores that are skipped where the mask forbids all of one.
+# Side of the blocks of scores; a block is skipped if the mask forbids all of it.
 _BLOCK = 128
-# Where there is no mask one block is everything: FlexAttention's own number for that.
+# Without a mask one block is everything: FlexAttention's own value for that.
 _EVERYTHING = 1 << 30
-# The kernels need some columns of values, and the second call none of what it returns.
+# The kernels need some columns of values, though nothing reads the output of the second call.
 _FEW_COLUMNS = 16
 _LOG2_E = math.log2(math.e)
-# What torch's own function hands to the kernels; only the first two are choices of ours.
+# What torch's own function passes to the kernels; only the first two are our choices.
 _OPTIONS = {
     "BACKEND": "TRITON",
     "OUTPUT_LOGSUMEXP": True,
@@ -68,21 +68,21 @@ _TILED_OPTIONS = {
     "bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 32,
     "bwd_num_warps": 4, "bwd_num_stages": 3,
 }  # fmt: skip
-# Where that was measured: of wider heads the blocks would not fit on a core.
+# Only where that was measured: for wider heads the blocks would not fit on a multiprocessor.
 _TILED_CAPABILITY, _TILED_WIDTHS = (9, 0), range(64, 129)
 _SETTINGS = {
-    # The kernels read numbers of rows, and lists of blocks, as if those of one head followed those
-    # of another; Inductor would leave room between them.
+    # The kernels assume that values per row, and lists of blocks, are contiguous over all heads;
+    # Inductor would pad between heads.
     "comprehensive_padding": False,
-    # Whoever records steps records these kernels with them.
+    # Code that records steps records these kernels with them.
     "triton.cudagraphs": False,
 }
-# An index of the kernels has 32 bits where their factors have no more elements than this.
+# An index of the kernels has 32 bits if their factors have no more elements than this.
 _MAX_INT32 = (1 << 31) - 1
 
 
 class Place(NamedTuple):
-    """What a kernel is compiled for, beside the layouts of its tensors; see
+    """What a kernel is compiled for, in addition to the layouts of its tensors; see
     :func:`~sp_compiler.ops.attention.dropout_attention`."""
 
     rank: int
@@ -98,7 +98,7 @@ class Given(NamedTuple):
     """The tensors of a call.
 
     Attributes:
-        site: 0-dim int64: equal layers of a model have one kernel.
+        site: 0-dim int64, so that equal layers of a model share one kernel.
     """
 
     query: Tensor
@@ -120,7 +120,7 @@ def forward(
     Args:
         rank: this rank.
         tensors: the operator's tensors, in its order.
-        scale, p, site: of the operator.
+        scale, p, site: as for the operator.
         where: its other arguments.
     """
     made = _run(compute, _given(tensors, site), Place(rank, scale, p, *where))
@@ -136,7 +136,7 @@ def backward(
     site: int,
     *where: int,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Run :func:`~sp_compiler.ops.attention.dropout_attention_backward`, likewise.
+    """Run :func:`~sp_compiler.ops.attention.dropout_attention_backward`; as :func:`forward`.
 
     Args:
         made: the gradient, the context and the logsumexp.
@@ -155,7 +155,7 @@ def _given(tensors: Sequence[Tensor | None], site: int, *made: Tensor) -> Given:
 
 
 def _on_device(site: int, like: Tensor) -> Tensor:
-    # Filled there: a copy from the host would not be recorded in a CUDA graph.
+    # Filled on the device: a copy from the host would not be recorded in a CUDA graph.
     return torch.full((), site, dtype=torch.int64, device=like.device)
 
 
@@ -179,7 +179,7 @@ def compute(given: Given, place: Place) -> list[Tensor]:
     )
     few = value[..., :_FEW_COLUMNS]
     _, lse, *_ = call(query, key, few, *plain)
-    # Of a row of which nothing survives: 0, and not NaN where it had no key at all.
+    # 0 for a row in which nothing survives, and not NaN if it had no key at all.
     share = torch.where(lse_dropped == -math.inf, 0.0, torch.exp2(lse_dropped - lse))
     context = (dropped.to(share.dtype) * share.unsqueeze(-1)).to(dropped.dtype)
     return [_queries_first(context), lse / _LOG2_E]
@@ -195,12 +195,12 @@ def differentiate(given: Given, place: Place) -> list[Tensor]:
     lse = logsumexp * _LOG2_E
     changed: tuple[Any, ...] = (scores.plain, scores.plain_derivative)
     buffers: tuple[Tensor, ...] = ()
-    # Zeros, where there is none: not every torch takes None.
+    # Zeros if there is none: not every torch version takes None.
     grad_lse = torch.zeros_like(lse)
     if given.seed is not None:
         delta = (grad.to(lse.dtype) * context).sum(-1)
         changed = scores.dropped, scores.dropped_derivative
-        # As the kernel itself reads it: of a row without any key there is nothing to subtract.
+        # As in the kernel itself: for a row without any key there is nothing to subtract.
         finite = torch.where(logsumexp == -math.inf, 0.0, logsumexp)
         buffers = (*scores.keys, in_memory(finite), in_memory(delta))
         # The kernel subtracts the gradient of the logsumexp, times log 2, from ``delta``.
@@ -220,17 +220,17 @@ def _options(given: Given) -> dict[str, Any]:
         and query.is_cuda
         and query.element_size() == 2
         and all(factor.shape[-1] in _TILED_WIDTHS for factor in (query, given.value))
-        and torch.version.hip is None  # of AMD's GPUs some have the same number
+        and torch.version.hip is None  # some AMD GPUs have the same number
         and torch.cuda.get_device_capability(query.device) == _TILED_CAPABILITY
     )
     return _TILED_OPTIONS if is_measured else _OPTIONS
 
 
 class _Scores:
-    """How a score changes before the softmax; methods get it and its places in (b, a, s, l).
+    """How a score changes before the softmax; methods get it and its position in (b, a, s, l).
 
     Attributes:
-        keys: of the rows and columns of a mask of dropout; empty without one.
+        keys: keys of the rows and columns of a dropout mask; empty without one.
     """
 
     def __init__(self, given: Given, place: Place) -> None:
@@ -245,7 +245,7 @@ class _Scores:
                 shape, given.query.device, given.seed, given.site, dim, world_size, rank,
                 first_row, padding,
             )  # fmt: skip
-            # In memory: the kernel reads them as they lie there, whatever computes them.
+            # In memory: the kernel reads them from there, whatever computes them.
             self.keys = (
                 in_memory(grid.low.view(rows)),
                 in_memory(grid.high.view(rows)),
@@ -286,10 +286,10 @@ def _block_mask(given: Given) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
         listed = number, index, None, None, number, index, None, None
         everything = BlockMask((rows, columns), *listed, (_EVERYTHING, _EVERYTHING), _all)
         return everything.as_tuple(), ()
-    # Without dims of size 1, in which it is repeated.
+    # Without dims of size 1, along which it is broadcast.
     mask, dims = given.mask.squeeze(), [i for i, size in enumerate(given.mask.shape) if size != 1]
 
-    # Of a mask they ask nothing: that of a long sequence has more elements than its factors.
+    # The kernels choose the width of indices by their factors; a mask may be larger than these.
     is_large = mask.numel() > _MAX_INT32
 
     def allowed(*place_and_mask: Tensor) -> Tensor:
@@ -299,7 +299,7 @@ def _block_mask(given: Given) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
     wide = given.mask.expand(*given.mask.shape[:2], rows, columns)
     wide = torch.nn.functional.pad(wide, (0, -columns % _BLOCK, 0, -rows % _BLOCK))
     counts = wide.unflatten(-1, (-1, _BLOCK)).unflatten(-3, (-1, _BLOCK)).sum((-3, -1))
-    # Blocks of which the mask forbids nothing are computed without looking at it.
+    # Blocks in which the mask forbids nothing are computed without reading it.
     full = counts == _BLOCK * _BLOCK
     part = (counts > 0) & ~full
     across = (*_listed(part.mT), *_listed(full.mT))
@@ -328,25 +328,25 @@ def _queries_first(x: Tensor) -> Tensor:
 Function = Callable[[Given, Place], list[Tensor]]
 _Compiled = Callable[..., Sequence[Tensor]]
 _COMPILED: dict[Any, _Compiled | None] = {}
-"""By function, place and layouts; ``None`` where PyTorch could not compile."""
+"""By function, place and layouts; ``None`` if PyTorch could not compile."""
 
 
 def _run(function: Function, given: Given, place: Place) -> Sequence[Tensor] | None:
-    """Run a function as Inductor compiles it; ``None`` if it cannot."""
-    # The kernels read elements of a row one after another.
+    """Run a function compiled by Inductor; ``None`` if it cannot be compiled."""
+    # The kernels need the elements of a row to be contiguous.
     in_order = [
         x if x is None or x.dim() < 4 or x.stride(-1) == 1 else x.contiguous() for x in given
     ]
     given = Given(*in_order)  # type: ignore[arg-type]
     present = tuple(x for x in given if x is not None)
     layouts = tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in given)
-    # Products of float32 are compiled for one precision.
+    # Matmuls of float32 are compiled for one precision.
     key = function, place, layouts, _float32_precision()
     if key in _COMPILED:
         compiled = _COMPILED[key]
         return None if compiled is None else compiled(*present)
     try:
-        # A mode of the caller's, as one that counts operations, would see the fake tensors.
+        # A mode of the caller, such as one that counts operations, would see the fake tensors.
         with _disable_current_modes():
             compiled = compile_for(function, given, place)
         made = compiled(*present)
@@ -365,7 +365,7 @@ def _run(function: Function, given: Given, place: Place) -> Sequence[Tensor] | N
 
 
 def _float32_precision() -> str:
-    # Torch refuses to tell by its older function where the newer setting is another one.
+    # Torch's older function raises an error if the newer setting differs from it.
     newer = torch.backends.cuda.matmul.fp32_precision
     return torch.get_float32_matmul_precision() if newer == "none" else newer
 
@@ -373,7 +373,7 @@ def _float32_precision() -> str:
 def compile_for(function: Function, given: Given, place: Place) -> _Compiled:
     """Let Inductor compile :func:`compute` or :func:`differentiate` for tensors like these.
 
-    What is compiled takes the tensors that are there, in their order.
+    The compiled function takes the tensors that are not ``None``, in their order.
     """
     return compile_graph(*trace_for(function, given, place))
 
@@ -393,8 +393,8 @@ def trace_for(function: Function, given: Given, place: Place) -> tuple[GraphModu
         return function(Given(*[next(values) if each else None for each in has]), place)  # type: ignore[arg-type]
 
     mode = FakeTensorMode()
-    # Each its own: of two arguments that are one tensor the graph would read one for both, also in
-    # a call where they are two.
+    # Detached: if two arguments are one tensor, the graph would read one for both, also in a call
+    # where they are two.
     fakes = [mode.from_tensor(x).detach() for x in given if x is not None]
     with mode, torch.no_grad():
         return make_fx(flat)(*fakes), fakes

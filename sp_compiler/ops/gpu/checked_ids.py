@@ -1,8 +1,8 @@
-"""Ids of a lookup, or of a loss, on a device: looked at without ending its use.
+"""Ids of a lookup, or of a loss, on a device: checked without making the device unusable.
 
-A lookup that is given a wrong id ends with an assertion on the device, after which the process can
-use it no more. So the lookup is given ids that are in range whatever the model was given, and the
-host is told of the others (:mod:`sp_compiler.ops.gpu.id_checks`).
+A lookup of a wrong id ends with an assertion on the device, after which the process can no longer
+use it. So the lookup is given ids that are always in range, and the host is told about wrong ones
+(:mod:`sp_compiler.ops.gpu.id_checks`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def checked_ids(
 ) -> Tensor:
     """Return integer ``ids`` with the nearest of ``range(size)`` in place of those outside of it.
 
-    The next call tells which was outside; on the host this one does. ``ignored``: an id that stays
-    as it is; ``what``: as for :class:`~sp_compiler.ops.gpu.id_checks.IdBounds`. Each rank does all
-    of what it has; ``world_size``, 1 in what a model is captured as, says nothing.
+    The next call reports which was outside; on the host this one does. ``ignored``: an id that
+    stays as it is; ``what``: as for :class:`~sp_compiler.ops.gpu.id_checks.IdBounds`. Each rank
+    checks the ids that it has; ``world_size``, 1 in a captured model, has no effect.
 
     Raises:
         IndexError: an id on the host is outside.
@@ -35,7 +35,7 @@ def checked_ids(
     is_ignored = None if ignored is None else ids == ignored
     looked_up = ids if is_ignored is None else ids.masked_fill(is_ignored, 0)
     require_inside(tp, looked_up, size, what)
-    # Ids of simulated ranks are those of one rank, which were looked at.
+    # Ids of simulated ranks are those of one rank, which were checked.
     is_told_later = isinstance(tp.rank, int) and not is_on_host(ids)
     if is_told_later and tp.id_checks.wanted and ids.numel():
         bounds = torch.stack(looked_up.aminmax()).long()

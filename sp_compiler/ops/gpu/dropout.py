@@ -1,8 +1,8 @@
-"""Dropout as one Triton kernel, for generated code that runs on a GPU as it is.
+"""Dropout as one Triton kernel, for generated code that runs uncompiled on a GPU.
 
-Operator by operator a mask is two dozen passes over memory, which would take longer than the matrix
-products of a layer. The kernel draws the bits of :class:`~sp_compiler.ops.counter.Grid`. Inductor
-does not need it, for it fuses the operators themselves.
+Operator by operator, a mask takes two dozen passes over memory, longer than the matmuls of a layer.
+The kernel draws the bits of :class:`~sp_compiler.ops.counter.Grid`. Inductor does not need it,
+because it fuses the operators themselves.
 """
 
 # No postponed annotations: Triton reads those of a kernel's parameters as they are.
@@ -35,15 +35,15 @@ def run_dropout(  # noqa: PLR0913 - those of the operator
     first_query: int,
     num_queries: int,
 ) -> None:
-    """Write dropout of ``x``, or its mask where ``result`` is of bools, to ``result``.
+    """Write dropout of ``x``, or its mask if ``result`` is bool, to ``result``.
 
     Args:
         x: contiguous.
         result: contiguous, of the same shape.
         seed: 0-dim int64.
         threshold: the smallest bits that survive.
-        scale: of what survives.
-        site: this and all others as of :class:`~sp_compiler.ops.counter.Grid`.
+        scale: factor for what survives.
+        site: this and all others as for :class:`~sp_compiler.ops.counter.Grid`.
     """
     if not x.numel():
         return
@@ -82,8 +82,8 @@ def _mix64(x):
     return x ^ (x >> 31)
 
 
-# All numbers but that of columns: a kernel for each value of 1, and each multiple of 16, would gain
-# nothing. Of the columns it says that a thread may load several elements at once.
+# All integers but the number of columns: specializing on 1 and on multiples of 16 would gain
+# nothing. For columns it tells that a thread may load several elements at once.
 @triton.jit(
     do_not_specialize=[
         *("num_rows", "queries", "num_queries", "first_query", "inner", "true_inner"),
@@ -133,7 +133,7 @@ def _dropout(  # noqa: PLR0913
         tl.store(result + places, survives, is_inside)
     else:
         value = tl.load(x + places, is_inside)
-        # A product, for what is dropped of an infinite number is NaN.
+        # A multiplication, because a dropped infinity must become NaN.
         kept = value * survives.to(value.dtype)
         if value.dtype == tl.float64:
             scaled = kept * tl.full((), SCALE, tl.float64)

@@ -1,4 +1,4 @@
-"""Numbers on their way from a device to the host, which need not wait for them."""
+"""Copies of values from a device to the host, which need not wait for them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class HostCopy:
-    """A copy of ``value`` on the host, made behind the kernels that the device has yet to run."""
+    """A copy of ``value`` on the host, made after the kernels that the device has yet to run."""
 
     def __init__(self, value: Tensor) -> None:
         device = value.device
@@ -22,11 +22,11 @@ class HostCopy:
             self._event = torch.accelerator.current_stream(device).record_event()
 
     def has_arrived(self) -> bool:
-        """Return whether the numbers are there."""
+        """Return whether the values are there."""
         return self._event is None or bool(self._event.query())
 
     def numbers(self) -> Any:
-        """Return the numbers as nested lists; wait for them."""
+        """Return the values as nested lists; wait for them."""
         if self._event is not None:
             self._event.synchronize()
         return self._values.tolist()

@@ -1,6 +1,6 @@
 """Saved tensors in the memory of the host, copied while other calls run.
 
-Forward: what a call sends is copied while the next call runs, after which the originals go.
+Forward: what a call sends is copied while the next call runs, and then the originals are freed.
 Backward: as a call begins, it fetches what the call before it sent::
 
     forward     call 1 | call 2       | call 3       |
@@ -8,12 +8,12 @@ Backward: as a call begins, it fetches what the call before it sent::
     backward    call 3       | call 2       | call 1
     from host   copies for 2 | copies for 1 |
 
-At most two calls' tensors are on the device. On an accelerator copies run on a stream of their own,
-to and from pinned memory of PyTorch's pool; on a CPU they are plain copies. A copy is equal to the
-bit and has the same strides.
+At most two calls' tensors are on the device. On an accelerator, copies run on a stream of their
+own, to and from pinned memory of PyTorch's pool; on a CPU they are plain copies. A copy is bitwise
+equal and has the same strides.
 
-``torch.ops.ao``, which Inductor uses, copies in the same way, but frees the original's memory when
-it has left, although the next call may still read it.
+``torch.ops.ao``, which Inductor uses, copies in the same way, but frees the original's memory as
+soon as the copy is done, although the next call may still read it.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _streams: dict[torch.device, torch.Stream] = {}
 
 
 class _Copies:
-    """Copies that were started; ``sources`` live until they have arrived."""
+    """Copies that were started; ``sources`` stay alive until they have arrived."""
 
     def __init__(self, sources: Sequence[Tensor], target: torch.device) -> None:
         self._event: torch.Event | None = None
         self._sources = sources
-        # An original that is changed while it is copied would give either value.
+        # If an original changes while it is copied, the copy may have either value.
         self._versions = [source._version for source in sources]
         self._device = accelerator = sources[0].device if target == _CPU else target
-        # On the current stream, where the memory of a device is used again when it is free.
+        # On the current stream, on which the device's memory is reused once it is free.
         self.results = [_empty_as(source, target) for source in sources]
         with _stream_for_copies(accelerator) as stream:
             for source, result in zip(sources, self.results, strict=True):
@@ -49,7 +49,7 @@ class _Copies:
                 self._event = stream.record_event()
 
     def wait(self) -> list[Tensor]:
-        """Let the kernels that follow wait for the copies; return these."""
+        """Let the kernels that follow wait for the copies; return them."""
         self._let_wait()
         for source, version in zip(self._sources, self._versions, strict=True):
             if source._version != version:
@@ -62,14 +62,14 @@ class _Copies:
         return self.results
 
     def __del__(self) -> None:
-        # Copies that nobody waited for still use memory that is free now, and which kernels that
-        # follow may get.
+        # Copies that were never waited for still use memory that is freed now, and that later
+        # kernels may get.
         if self._sources:
             self._let_wait()
 
     def _let_wait(self) -> None:
         if self._event is not None:
-            # Else those of the current device would, which need not be that of the tensors.
+            # Otherwise the current device's would, which need not be that of the tensors.
             self._event.wait(torch.accelerator.current_stream(self._device))
 
 
@@ -96,7 +96,7 @@ def _empty_as(tensor: Tensor, device: torch.device) -> Tensor:
 def _span(tensor: Tensor) -> Tensor:
     """Return the part of its storage that ``tensor`` spans, in one dim.
 
-    A broadcast tensor, which has strides of 0, cannot be written to as it is.
+    A broadcast tensor, which has strides of 0, cannot be written to directly.
     """
     dims = zip(tensor.size(), tensor.stride(), strict=True)
     length = 1 + sum((size - 1) * stride for size, stride in dims) if tensor.numel() else 0
@@ -106,12 +106,12 @@ def _span(tensor: Tensor) -> Tensor:
 class HostTrip:
     """The tensors that one call sends to the host and fetches again.
 
-    Autograd saves the copies, so that they die when it lets them go: with those of the call itself
+    Autograd saves the copies, so that they are freed with its graph: those of the call itself, and
     those of the call before it, which it fetches ahead.
 
     Args:
-        positions: of these tensors among what the call's forward saves.
-        before: of the call before in the same forward.
+        positions: positions of these tensors among what the call's forward saves.
+        before: the trip of the call before in the same forward.
     """
 
     def __init__(self, positions: tuple[int, ...], before: HostTrip | None) -> None:
@@ -138,19 +138,19 @@ class HostTrip:
         return [] if self._leaving is None else self._leaving.results
 
     def left(self) -> None:
-        """Let the originals go; called when the next call has run."""
+        """Free the originals; called when the next call has run."""
         if self._leaving is not None:
             self._leaving.wait()
             self._leaving = None
 
     def fetch(self, saved: Sequence[Any]) -> list[Any]:
-        """Return what the forward saved, from what autograd did."""
+        """Return what the forward saved, from what autograd saved."""
         count = len(saved) - self._num_before
         values, ahead = list(saved[:count]), saved[count:]
         arriving, self._arriving = self._arriving, None
         if arriving is None and self.positions:  # the backward of the next call did not run
             arriving = _Copies([values[position] for position in self.positions], self._device)
-        # They may be there: of an earlier backward that ended with this call.
+        # They may be there already, from an earlier backward that ended with this call.
         if ahead and self._before is not None and self._before._arriving is None:
             self._before._arriving = _Copies(ahead, self._before._device)
         if arriving is not None:

@@ -1,6 +1,6 @@
-"""Ids that are out of range, on a device: found there, and told by the host one call later.
+"""Ids out of range on a device: found there, and reported by the host one call later.
 
-torch's own check is an assertion on the device, after which the process can use it no more, and
+torch's own check is an assertion on the device, after which the process can no longer use it, and
 which does not say what was wrong.
 """
 
@@ -42,7 +42,7 @@ def require_in_range(low: int, high: int, size: int, what: str, when: str = "") 
 
 @dataclass(frozen=True)
 class _Sent:
-    # Without the bounds on the device, where nothing of a forward is kept that backward needs not.
+    # Without the bounds on the device, where nothing of a forward is kept unless backward needs it.
     lookups: list[tuple[int, str]]
     copy: HostCopy
     device: torch.device
@@ -53,8 +53,8 @@ class IdChecks:
     """Checks of the ids of one rank's calls.
 
     Attributes:
-        wanted: whether a forward runs. A backward that recomputes lookups has the ids of its
-            forward, which were noted: noted again, a wrong one would be told twice.
+        wanted: whether a forward runs. A backward that recomputes lookups uses the ids of its
+            forward, which were noted: noted again, a wrong one would be reported twice.
     """
 
     def __init__(self) -> None:
@@ -77,13 +77,13 @@ class IdChecks:
             self._noted, self._is_collecting = before, False
 
     def send(self) -> None:
-        """Let the device tell what was noted: the forward has run."""
+        """Let the device report what was noted: the forward has run."""
         self.wanted = False
         if not self._noted or self._is_collecting:
             return
         noted, self._noted = self._noted, []
         device = noted[0].bounds.device
-        # Nobody would read what replays of the user's graph tell.
+        # Nobody would read what replays of the user's graph report.
         if is_recorded(device):
             return
         lookups = [(each.size, each.what) for each in noted]
@@ -91,21 +91,21 @@ class IdChecks:
         self._sent.append(_Sent(lookups, copy, device, torch.is_grad_enabled()))
 
     def settle(self) -> None:
-        """Raise an error if ids of an earlier call were out of range, on every rank alike; else
-        another forward may run.
+        """Raise an error if ids of an earlier call were out of range, on every rank; else another
+        forward may run.
 
         Raises:
-            IndexError: with the id, and what it was to be found in.
+            IndexError: the message has the id, and where it was to be found.
         """
         self.wanted = True
         if self._is_collecting:
             return
         self._noted = []  # of a forward that failed
-        # To wait for the device would end the recording.
+        # Waiting for the device would end the recording.
         if self._sent and is_recorded(self._sent[0].device):
             return
-        # The device still has the backward of the last call to do while the host waits for its
-        # forward. Without a backward it would run dry: the host waits for the call before.
+        # The device still has to run the backward of the last call while the host waits for its
+        # forward. Without a backward it would run dry, so the host waits for the call before.
         keep = 0 if self._sent and self._sent[-1].trains else 1
         while len(self._sent) > keep:
             sent = self._sent.pop(0)
@@ -114,5 +114,5 @@ class IdChecks:
 
 
 def is_recorded(device: torch.device) -> bool:
-    """Return whether what ``device`` is told now is recorded in a CUDA graph, and not run."""
+    """Return whether kernels on ``device`` are recorded in a CUDA graph now, instead of run."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -22,8 +22,8 @@ class Place:
     Attributes:
         host: its machine.
         device: the id of its device.
-        barred: ids of the devices of that machine whose memory its own cannot read, as far as the
-            process sees them.
+        barred: ids of the devices of that machine whose memory its own cannot read, among those
+            that the process sees.
     """
 
     host: str
@@ -32,11 +32,11 @@ class Place:
 
     @classmethod
     def of(cls, device: torch.device) -> Place:
-        """Return that of this process, which computes on ``device``."""
+        """Return the place of this process, which computes on ``device``."""
         own = torch.cuda.current_device() if device.index is None else device.index
         others = [index for index in range(torch.cuda.device_count()) if index != own]
         barred = [i for i in others if not torch.cuda.can_device_access_peer(own, i)]
-        # Not the name alone: containers of two machines may have the same.
+        # Not only the name: containers of two machines may have the same.
         boot = _BOOT_ID.read_text(encoding="ascii").strip() if _BOOT_ID.exists() else ""
         host = f"{socket.gethostname()} {boot}"
         return cls(host, _device_id(own), frozenset(map(_device_id, barred)))
@@ -55,7 +55,7 @@ def ranks_read_each_other(group: dist.ProcessGroup, device: torch.device) -> boo
     They tell each other where they are, so all of them have to call this.
     """
     places: list[Any] = [None] * group.size()
-    # Part of no step: what counts its collectives should not see it.
+    # Not part of a step: modes that count its collectives should not see it.
     with _disable_current_modes():
         dist.all_gather_object(places, Place.of(device), group)
     return read_each_other(places)

@@ -34,11 +34,11 @@ class DeviceGraph:
             self._graph,
             pool=self._pool,
             stream=_stream(self._device),
-            # Of this thread alone: those of a data loader may allocate pinned memory meanwhile.
+            # Of this thread only: threads of a data loader may allocate pinned memory meanwhile.
             capture_error_mode="thread_local",
         )
         try:
-            # What fails to be recorded leaves its stream as the current one.
+            # A failed recording leaves its stream as the current one.
             with torch.cuda.stream(torch.cuda.current_stream(self._device)), recording:
                 return function()
         except BaseException:
@@ -51,11 +51,11 @@ class DeviceGraph:
 
 
 def _leave_recording(device: torch.device) -> None:
-    """Let the default generator draw again, which a recording that fails leaves in its own state:
-    every random number of the process would raise an error.
+    """Let the default generator draw again: a failed recording leaves it in the state of a
+    recording, in which every random number of the process would raise an error.
 
-    A new state takes its place, for no function ends a recording that failed; graphs of the user's
-    that were recorded before go on with the old one.
+    It gets a new state, because no function ends a failed recording; graphs that the user recorded
+    before go on with the old one.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     generator = torch.cuda.default_generators[index]
@@ -66,8 +66,8 @@ def _leave_recording(device: torch.device) -> None:
 def _stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream on which graphs are recorded.
 
-    Torch's own for this is one for the whole process, on the device that recorded first: of kernels
-    on another device it would record none.
+    Torch's own stream for this is one for the entire process, on the device that recorded first: it
+    would record no kernels of another device.
     """
     return torch.cuda.Stream(device)
 

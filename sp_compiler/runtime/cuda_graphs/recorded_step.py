@@ -1,4 +1,4 @@
-"""Forward and backward of one kind of call, each recorded in a graph."""
+"""Forward and backward of one kind of call, each recorded in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from sp_compiler.runtime.region_call import forbid_double_backward, unsharded
 
 
 class ReplayedForward:
-    """One replay of a forward, alive as long as its backward may come.
+    """One replay of a forward, alive as long as its backward may still run.
 
     Attributes:
         is_done: whether its backward has run.
@@ -68,11 +68,11 @@ class RecordedStep:
         self._read_buffers = dict(buffers)
         self._starts = list(starts)
         named = {name: parameters[name] for name in executor.compiled.param_placements}
-        # Leaves of another graph of autograd: its gradients are returned, and never put into a
+        # Leaves of a separate autograd graph: its gradients are returned, and never put into a
         # parameter, where the next replay would overwrite them.
         own = {id(value): _leaf(value) for value in named.values()}
         self._own_parameters = {name: own[id(value)] for name, value in named.items()}
-        # One name of each, for gradients of tied parameters are one.
+        # One name for each, because tied parameters share one gradient.
         names = {id(value): name for name, value in named.items() if value.requires_grad}
         self._trained = tuple(names.values())
         read = {
@@ -94,7 +94,7 @@ class RecordedStep:
         self._forward = device_graph.DeviceGraph(device, pool)
         self._backward = device_graph.DeviceGraph(device, pool)
         outputs = self._forward.record(self._run)
-        # Not of the pool: replays use it for as long as there are any.
+        # Not from the pool: kept alive because replays use them.
         self._workspaces = workspaces()
         self._id_bounds = list(noted)
         # Without autograd's graph, which holds the activations until the backward is recorded.
@@ -113,14 +113,14 @@ class RecordedStep:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the backward of an earlier call, which may still come, needs the tensors."""
+        """Whether the backward of an earlier call, which may still run, needs the tensors."""
         latest = None if self._latest is None else self._latest()
         return latest is not None and not latest.is_done
 
     def __call__(
         self, parameters: Mapping[str, Tensor], leaves: Sequence[Any], seed: Tensor | None
     ) -> Execution:
-        """Replay the forward; autograd is told of one function, whose backward is replayed too."""
+        """Replay the forward; autograd records one function, whose backward is replayed too."""
         with torch.no_grad():
             for own, value in zip(self._inputs, leaves, strict=True):
                 if isinstance(own, Tensor):
@@ -155,11 +155,11 @@ class RecordedStep:
         """Return the gradients of the trained parameters, and of inputs that require one.
 
         Args:
-            call: the forward that they are of.
-            grads: of the outputs that are tensors; at least one is not ``None``.
+            call: the forward that they belong to.
+            grads: gradients of the outputs that are tensors; at least one is not ``None``.
 
         Raises:
-            UnsupportedError: a second backward, after another forward; or gradients are put off
+            UnsupportedError: a second backward, after another forward; or gradients are deferred
                 since the forward.
         """
         if self._latest is None or self._latest() is not call:
@@ -169,7 +169,7 @@ class RecordedStep:
                 "call before the next one, or compile without cuda_graphs"
             )
         deferred = self._executor.deferred
-        # On one rank nothing is put off.
+        # On one rank nothing is deferred.
         if deferred.pending or (deferred.enabled and self._executor.tp.world_size > 1):
             raise UnsupportedError(
                 "no_sync() between a call of a module with cuda_graphs=True and its backward, "
@@ -181,8 +181,8 @@ class RecordedStep:
         is_recorded = starts == self._starts and not call.is_done
         call.is_done = True
         if not is_recorded:
-            # A backward that was not recorded, or has overwritten what it read when it ran first.
-            # What the forward reads is all there, so both run anew.
+            # A backward that was not recorded, or whose first run has overwritten what it read. All
+            # that the forward reads is still there, so both run again.
             outputs = itertools.compress(tensors_of(self._run()), starts)
             return list(self._backward_of(list(outputs), tangents))
         for own, tangent in zip(self._tangents, tangents, strict=True):
@@ -200,7 +200,7 @@ class RecordedStep:
     def _backward_of(
         self, outputs: Sequence[Tensor], tangents: Sequence[Tensor]
     ) -> Sequence[Tensor | None]:
-        """Return gradients, of parameters this rank's parts."""
+        """Return gradients; those of parameters are this rank's parts."""
         wanted = [self._own_parameters[name] for name in self._trained]
         wanted += [x for x in tensors_of(self._inputs) if x.requires_grad]
         grads = torch.autograd.grad(outputs, wanted, tangents, allow_unused=True)
@@ -221,7 +221,7 @@ class _Replay(CompiledFunction):
         ctx.set_materialize_grads(False)
         outputs = step.replay_forward()
         ctx.mark_non_differentiable(*step.constant_outputs(outputs))
-        # The backward reads them where they are: a change until then must raise.
+        # The backward reads them in place, so a change before it must raise.
         ctx.save_for_backward(*tensors[: step.num_trained], *step.untrained)
         ctx.parameters = parameter_edges(tensors)
         return tuple(outputs)

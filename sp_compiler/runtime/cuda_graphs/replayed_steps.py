@@ -21,12 +21,12 @@ from sp_compiler.runtime.parameter_gradients import CompiledFunction, local_tens
 from sp_compiler.runtime.rank_checks import RankAgreement
 from sp_compiler.runtime.reductions import DeferredGradients
 
-# Steps that run as they are before one is recorded: they load kernels, let libraries take their
+# Steps that run unrecorded before one is recorded: they load kernels, let libraries allocate their
 # workspaces and connect the ranks, which a graph cannot record.
 _WARM_UP = 2
-# Each holds the memory of a step of its own.
+# Each holds its own memory for a step.
 _MAX_STEPS = 8
-# After so many times it is known that what is recorded will not be of use for long.
+# After this many moves, steps are no longer recorded: they would not stay valid for long.
 _MAX_MOVES = 8
 
 
@@ -35,10 +35,10 @@ class _Kind:
     """Calls that one recorded step serves.
 
     Attributes:
-        executor: of their program.
+        executor: executor of their program.
         num_backwards: how many of them have run their backward.
         starts: from which of the outputs that are tensors the latest backward started.
-        step: the recorded one.
+        step: the recorded step.
         fails: whether it could not be recorded.
     """
 
@@ -74,17 +74,17 @@ class _Noted(CompiledFunction):
 
 
 class ReplayedSteps:
-    """Runs the calls of one module, those that train by replaying recorded graphs.
+    """Runs the calls of one module; those that train replay recorded graphs.
 
-    A call that cannot be replayed runs as it is, with the same numbers and the same collectives.
-    That must be the same calls on all ranks, for NCCL does not let a collective of a graph meet one
-    of no graph: ranks which make the same calls decide alike, and a step that one of them cannot
-    record, none does.
+    A call that cannot be replayed runs unrecorded, with the same results and the same collectives.
+    All ranks must replay the same calls, because NCCL does not let a collective in a graph meet one
+    outside of a graph. Ranks that make the same calls decide in the same way, and if one of them
+    cannot record a step, none does.
 
     Args:
-        parameters, buffers: of the module, by name.
-        deferred: the gradients that it puts off.
-        agreement: of the module's ranks.
+        parameters, buffers: those of the module, by name.
+        deferred: the gradients that it defers.
+        agreement: agreement of the module's ranks.
     """
 
     def __init__(
@@ -114,9 +114,9 @@ class ReplayedSteps:
         """Return :meth:`Executor.run` of the module's tensors and these.
 
         Args:
-            executor, leaves, seed: of the call.
-            key: of the call: all that its program does not read from tensors.
-            device: of the module.
+            executor, leaves, seed: those of the call.
+            key: key of the call: all that its program does not read from tensors.
+            device: device of the module.
             hooks: those that run between its blocks, in words.
 
         Raises:
@@ -125,7 +125,7 @@ class ReplayedSteps:
         if not device_graph.can_record(device):
             raise ArgumentError(
                 f"cuda_graphs=True: the module is on {device}; move it to a CUDA device, or "
-                "compile it without"
+                "compile it without cuda_graphs"
             )
         is_step = self._trains(leaves) and not device_graph.is_recording()
         obstacle = _obstacle(executor, leaves, device, hooks) if is_step else ""
@@ -141,7 +141,7 @@ class ReplayedSteps:
         return step(self._tensors[0], leaves, seed)
 
     def _trains(self, leaves: Sequence[Any]) -> bool:
-        """Return whether the backward of a call may come, and reduces its gradients at once."""
+        """Return whether the backward of a call may run, and reduces its gradients at once."""
         return (
             torch.is_grad_enabled()
             and not self._deferred.enabled
@@ -150,7 +150,7 @@ class ReplayedSteps:
         )
 
     def _drop_moved(self) -> None:
-        """Drop all steps if parameters or buffers are not where these read them."""
+        """Drop all steps if parameters or buffers are no longer where they read them."""
         layout = _layout(*self._tensors)
         if layout == self._layout:
             return
@@ -161,12 +161,12 @@ class ReplayedSteps:
         self._num_moves += bool(recorded)
         if self._num_moves == _MAX_MOVES:
             self._say(
-                "no more steps are recorded in CUDA graphs: parameters or buffers were moved, or "
-                f"others put in their place, {_MAX_MOVES} times; change them in place"
+                "no more steps are recorded in CUDA graphs: parameters or buffers were moved or "
+                f"replaced {_MAX_MOVES} times; change them in place"
             )
 
     def _kind(self, executor: Executor, key: CallKey | None) -> _Kind:
-        # Two programs of one key differ in numbers that the forward has read.
+        # Two programs of one key differ in values that the forward has read.
         name = key, id(executor)
         kind = self._kinds.get(name)
         if kind is None:
@@ -175,8 +175,7 @@ class ReplayedSteps:
                 self._kinds.popitem(last=False)
                 self._say(
                     f"more than {_MAX_STEPS} kinds of steps, which differ in sizes of inputs or in "
-                    "mode: of these only the latest are recorded in CUDA graphs; pad inputs to "
-                    "fewer sizes"
+                    "mode: only the latest are recorded in CUDA graphs; pad inputs to fewer sizes"
                 )
         self._kinds.move_to_end(name)
         return kind
@@ -184,12 +183,12 @@ class ReplayedSteps:
     def _step(
         self, kind: _Kind, leaves: Sequence[Any], seed: Tensor | None, device: torch.device
     ) -> RecordedStep | None:
-        """Return the recorded step for a call; ``None`` if it must run as it is."""
+        """Return the recorded step for a call; ``None`` if it must run unrecorded."""
         step = kind.step
         if step is not None and step.is_busy:
             self._say(
                 "a call runs without CUDA graphs, because the backward of the call before it may "
-                "still come, and replaying would overwrite what that needs"
+                "still run, and a replay would overwrite what it needs"
             )
             return None
         is_warm = kind.num_backwards >= _WARM_UP and self._num_moves < _MAX_MOVES
@@ -204,7 +203,7 @@ class ReplayedSteps:
         try:
             step = RecordedStep(kind.executor, *self._tensors, leaves, seed, kind.starts, device)
         except RuntimeError as error:
-            # CUDA's own: an operator that waits for the device, no memory left. Nothing has run.
+            # From CUDA: an operator that waits for the device, no memory left. Nothing has run.
             failure = str(error) or type(error).__name__
         failures = self._agreement.exchanged("has recorded a step in CUDA graphs", failure)
         if any(failures):
@@ -215,7 +214,7 @@ class ReplayedSteps:
         return step
 
     def _warm_up(self, kind: _Kind, leaves: Sequence[Any], seed: Tensor | None) -> Execution:
-        """Run a call as it is, and note how its backward starts."""
+        """Run a call unrecorded, and note how its backward starts."""
         execution = kind.executor.run(*self._tensors, leaves, seed)
         if kind.step is not None or kind.fails:
             return execution

@@ -6,7 +6,7 @@ is gone.
     rank 1 raises ──> its text into the group's key-value store, and the error on to the user
     rank 0 waits  ──> looks into the store every half second, finds the text, raises with it
 
-Without failures nothing is written or read: a wait shorter than that costs nothing.
+Waits shorter than that cost nothing: they neither write to the store nor read from it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from sp_compiler.base.errors import RankFailureError, RankMismatchError
 from sp_compiler.runtime.failures.fresh_store import agreed_store
 
 LOOK_EVERY = timedelta(seconds=0.5)
-# Ranks that wait for different things this long will wait for ever. Shorter could be the moment
-# between the end of one collective on this rank and on another, on a machine that is busy.
+# Ranks that wait for different things this long will wait forever. A shorter time could be the
+# delay between the end of one collective on this rank and on another, on a busy machine.
 _DEADLOCK_S = 3.0
 # A rank that dies writes its error before its connections close; the store may be slower.
 _GRACE_S = 2.0
@@ -45,11 +45,11 @@ class FailureBoard:
     Args:
         process_group: a group of several processes.
         kind: name of the group in messages.
-        timeout: how long to wait for the other ranks now.
+        timeout: how long to wait for the other ranks to create theirs.
 
     Attributes:
         rank: this rank in the group.
-        timeout: how long to wait for the other ranks, by the latest of its users.
+        timeout: how long its latest user wants to wait for the other ranks.
         num_started: number of collectives that this rank has started.
         unfinished_step: the optimizer whose ``step()`` has started but not finished.
         trains: whether a call recorded a graph, so that errors in backward concern the group.
@@ -61,7 +61,7 @@ class FailureBoard:
         self.kind = kind
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
-        # What an earlier start of these ranks reported must not stop this one.
+        # Reports of an earlier start of these ranks must not stop this one.
         store = dist.PrefixStore("sp_compiler", _get_process_group_store(process_group))
         self.store = agreed_store(store, self.rank, self.world_size, timeout)
         self.timeout = timeout
@@ -81,7 +81,7 @@ class FailureBoard:
         try:
             yield
         except _StopRecomputationError:
-            # Not an error: so a checkpoint ends its second forward once it has what it needs.
+            # Not an error: a checkpoint ends its recomputation so, once it has what it needs.
             raise
         except BaseException as error:
             self.report(error)
@@ -94,7 +94,7 @@ class FailureBoard:
             return
         self._failed = True
         record = {"text": f"{type(error).__name__}: {error}", "started": self.num_started}
-        # The store is gone with the process that serves it; then connections break on all ranks.
+        # If the process that serves the store is gone, connections break on all ranks anyway.
         with contextlib.suppress(RuntimeError):
             self.store.set(self._key(self.rank), json.dumps(record))
             if self.store.add(self._key("reports"), 1) == 1:
@@ -104,7 +104,7 @@ class FailureBoard:
         """Report that an optimizer's step was left by an error, if one was."""
         if self.unfinished_step is not None:
             step, self.unfinished_step = self.unfinished_step, None
-            # Its parameters are changed in part: to go on would let the ranks' weights drift apart.
+            # Its parameters are changed in part: going on would let the ranks' weights drift apart.
             self.report(RuntimeError(f"{step}.step() raised an error"))
 
     def raise_if_failed(self) -> None:
@@ -136,8 +136,8 @@ class FailureBoard:
 
     def raise_if_lost(self, error: RuntimeError) -> None:
         """Raise :meth:`lost` if ``error`` of a wait is from a broken connection."""
-        # Gloo names the file that an error is from. What is not from a connection, such as a type
-        # that it does not reduce, is no sign that a rank is gone.
+        # Gloo names the file that raises an error. An error that is not from a connection, such as
+        # for a type that it does not reduce, is not a sign that a rank is gone.
         if "gloo/transport" in str(error):
             raise self.lost(error) from error
 
@@ -159,13 +159,13 @@ class FailureBoard:
         )
 
     def exchange(self, name: str, text: str, purpose: str, timeout: timedelta) -> list[str]:
-        """Return the texts of all ranks that come for the same exchange under ``name``; wait for
+        """Return the texts of all ranks that come to the same exchange under ``name``; wait for
         them.
 
         Raises:
-            RankFailureError, RankMismatchError: a rank failed, or does not come.
+            RankFailureError, RankMismatchError: a rank failed, or does not arrive.
         """
-        # Of an error that all ranks have raised before, nobody is to be told again.
+        # An error that all ranks have already raised is not to be reported again.
         self.begin_anew(timeout)
         self._num_exchanges[name] += 1
         count = self._num_exchanges[name]
@@ -178,14 +178,14 @@ class FailureBoard:
         ) as wait:
             while not self.store.check(keys):
                 time.sleep(pause_s)
-                # Ranks arrive together as a rule; who waits longer need not ask so often.
+                # Ranks usually arrive together; a longer wait need not ask as often.
                 pause_s = min(2 * pause_s, LOOK_EVERY.total_seconds())
                 if pause_s < LOOK_EVERY.total_seconds():
                     continue
                 try:
                     wait.look()
                 except RankFailureError:
-                    # A rank that was faster may have raised for what these texts say.
+                    # A faster rank may have raised because of what these texts say.
                     if not self.store.check(keys):
                         raise
         return [self.store.get(key).decode() for key in keys]
@@ -226,9 +226,9 @@ class RankWait:
     """One wait for the other ranks: call :meth:`look` periodically, and :meth:`close` at its end.
 
     Args:
-        board: of the group.
+        board: board of the group.
         purpose: a verb phrase, such as "calls the module".
-        place: what must agree too, such as the module and its exchanges, or collectives, so far.
+        place: what must match too: the module and its exchanges so far, or the collectives.
         timeout: how long to wait.
     """
 
@@ -247,13 +247,13 @@ class RankWait:
 
         Raises:
             RankFailureError: a rank has failed.
-            RankMismatchError: another rank waits for something else, or has not come in time.
+            RankMismatchError: another rank waits for something else, or has not arrived in time.
         """
         board, now = self._board, time.monotonic()
         board.raise_if_failed()
         self._publish()
         purposes = [self._of(rank) for rank in range(board.world_size)]
-        # While one rank runs, it may yet bring all others on.
+        # As long as one rank runs, all others may still continue.
         stuck = purposes if all(purposes) and len(set(purposes)) > 1 else []
         if stuck != self._stuck:
             self._stuck, self._stuck_since = stuck, now
@@ -311,6 +311,6 @@ def _listed(ranks: list[int]) -> str:
 
 
 def _of_gloo(error: Exception) -> str:
-    """Return what gloo says of a connection, without its own source line and its wishes."""
+    """Return gloo's message about a connection, without its own source line and its advice."""
     said, _, _ = re.sub(r"^\[[^\]]*gloo/transport[^\]]*\] ", "", str(error)).partition(". This is ")
     return said

@@ -27,7 +27,7 @@ def failure_board(process_group: dist.ProcessGroup, kind: str, timeout: timedelt
     """Return the board of the group, the same for all modules that run in it.
 
     Raises:
-        RankMismatchError: at the first call, not all ranks of the group come in time.
+        RankMismatchError: at the first call, not all ranks of the group arrive in time.
     """
     _watch_process()
     if process_group not in _BOARDS:
@@ -52,13 +52,13 @@ def report_everywhere(error: BaseException) -> None:
 def _watch_process() -> None:
     """Report errors of this process outside of calls: in backward, in an optimizer, uncaught
     ones."""
-    # Hooks and the user's own functions raise through the engine, past all code of ours.
+    # Errors of hooks and of the user's own functions pass through the engine, not through our code.
     run_backward = torch.autograd._engine_run_backward
     torch.autograd._engine_run_backward = _reported(run_backward)
 
     def begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         parameters = (p for group in optimizer.param_groups for p in group["params"])
-        # Parameters of the user's own concern no group; a closure calls the module within the step.
+        # The user's own plain parameters concern no group; a closure calls the module in the step.
         if args[1:] or kwargs or not any(isinstance(p, DTensor) for p in parameters):
             return
         for board in _BOARDS.values():
@@ -79,7 +79,7 @@ def _watch_process() -> None:
     sys.excepthook = excepthook
 
 
-# By name: the modules of these autograd functions stand behind this one in the order of imports.
+# By name: the modules of these autograd functions come after this one in the order of imports.
 _OURS = {"RegionFunctionBackward", "ReplicateParametersBackward"}
 
 
@@ -108,7 +108,7 @@ def _runs_compiled_code(tensors: Sequence[torch.Tensor]) -> bool:
     """Return whether a region computed ``tensors``: other ranks may wait for its collectives."""
     pending = [tensor.grad_fn for tensor in tensors if isinstance(tensor, torch.Tensor)]
     seen = set(pending)
-    for node in pending:  # which grows
+    for node in pending:  # grows meanwhile
         if type(node).__name__ in _OURS:
             return True
         following = [after for after, _ in getattr(node, "next_functions", ()) if after not in seen]

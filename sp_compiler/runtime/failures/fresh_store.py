@@ -91,7 +91,7 @@ def _joined(store: dist.Store, own: str, rank: int) -> str | None:
     none yet."""
     if not store.check(["start"]):
         return None
-    # It may be that of a rank 0 that is gone, which lists the process that was this rank then.
+    # It may be from an earlier rank 0, which lists the process that was this rank then.
     name = store.get("start").decode()
     if not store.check([f"{name}/all"]):
         store.set(f"{name}/{rank}", own)

@@ -1,1 +1,1 @@
-"""Keys by which calls find their programs, and what to say where they differ."""
+"""Keys by which calls find their programs, and messages about how keys differ."""

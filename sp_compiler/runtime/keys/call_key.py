@@ -56,7 +56,7 @@ class Constant:
 
 
 def _equal(first: Any, second: Any) -> bool:
-    # Arrays compare elementwise or raise; then identity is all there is.
+    # Arrays compare elementwise or raise; then only identity counts.
     if first is second:
         return True
     try:
@@ -91,8 +91,8 @@ class CallKey:
         attributes: those that the user set on the model's modules and that programs depend on, see
             :class:`~sp_compiler.runtime.keys.set_attributes.SetAttributes`.
         loss_only: whether the program returns nothing but the loss, as a step of a pipeline does.
-        default_dtype: of tensors that the forward makes without naming one.
-        decisions: numbers that the forward reads from its inputs and buffers, with their lines.
+        default_dtype: dtype of tensors that the forward creates without giving one.
+        decisions: values that the forward reads from its inputs and buffers, with their lines.
 
     Grad mode is not part of it: a program is compiled with its backward, which is not recorded
     under ``no_grad``.
@@ -113,11 +113,11 @@ class CallKey:
 
     @functools.cached_property
     def _hash(self) -> int:
-        # Once for each key: it goes through all parameters and the tree of the arguments.
+        # Computed once per key: it goes through all parameters and the tree of the arguments.
         return hash(tuple(getattr(self, name.name) for name in fields(self)))
 
     def without_decisions(self) -> CallKey:
-        """Key of all calls that differ only in the numbers that the forward reads."""
+        """Key of all calls that differ only in the values that the forward reads."""
         return replace(self, decisions=()) if self.decisions else self
 
     def without_sizes(self) -> CallKey:
@@ -188,8 +188,8 @@ def call_key(
 
     ``dtypes`` has, by ``id``, the compute dtypes of parameters if they differ from their own.
     """
-    # Lists inside: generators take twice as long, in every call, and models have hundreds of both.
-    # And the attributes of DTensors without a search for __torch_function__, which takes longer.
+    # Lists inside: generators take twice as long in every call, and models have hundreds of both.
+    # Attributes of DTensors are read without a search for __torch_function__, which takes longer.
     with torch._C.DisableTorchFunctionSubclass():
         kinds = [
             (dtypes.get(id(p), p.dtype) if dtypes else p.dtype, p.requires_grad) for p in parameters
@@ -217,7 +217,7 @@ def leaf_text(leaf: Any) -> str:
 
 def _indices(flags: bytes) -> str:
     chosen = [index for index, flag in enumerate(flags) if flag]
-    # Positions, for a large model has thousands of modules and usually one mode.
+    # Positions, not names: a large model has thousands of modules and usually one mode.
     return "all" if len(chosen) == len(flags) else str(chosen or "none")
 
 

@@ -17,14 +17,14 @@ def differences(
     parameters: Iterable[str],
     before: Callable[[Attribute], str],
 ) -> list[str]:
-    """Return the facts of ``new`` that are other ones than in ``old``, except the arguments.
+    """Return the facts of ``new`` that differ from those of ``old``, except the arguments.
 
     Args:
         old: key of a call.
         new: key of a later one.
-        modules: paths of the modules that the keys are of, in order.
+        modules: paths of the modules that the keys describe, in order.
         parameters: names of their parameters, in order.
-        before: returns what an attribute was that the user had not set.
+        before: returns the value, as text, that an attribute had before the user set it.
     """
     changed = []
     if old.training != new.training:
@@ -70,8 +70,8 @@ def _of_attributes(old: CallKey, new: CallKey, before: Callable[[Attribute], str
             values[attribute].short() if attribute in values else before(attribute)
             for values in (now, was)
         ]
-        # By another object with the same text.
-        was_text = f"was {texts[1]}" if texts[0] != texts[1] else "another one than before"
+        # Equal texts: it is another object.
+        was_text = f"was {texts[1]}" if texts[0] != texts[1] else "a different object than before"
         changed.append(f"{'.'.join(filter(None, attribute))} = {texts[0]} ({was_text})")
     return changed
 
@@ -98,6 +98,6 @@ def _which(chosen: Collection[str], rest: Collection[str], kind: str) -> str:
 
 
 def listed(names: Collection[str]) -> str:
-    """Return the first names, and how many there are beside."""
+    """Return the first names, and how many more there are."""
     shown = ", ".join(list(names)[:_MANY])
     return f"{shown} and {len(names) - _MANY} more" if len(names) > _MANY else shown

@@ -13,7 +13,7 @@ from sp_compiler.runtime.keys.call_key import Attribute, Constant
 
 
 class Presence(Enum):
-    """Stands for the value of an attribute that has none."""
+    """Placeholder for the value of an attribute that does not exist."""
 
     ABSENT = "absent"
 
@@ -24,9 +24,8 @@ class Presence(Enum):
 class SetAttributes:
     """Attributes that were set since the compilation, and which of them programs depend on.
 
-    A program depends on what its compilation read; see
-    :mod:`sp_compiler.trace.attributes.reads`. What no compilation has read yet may have any value
-    in all programs.
+    :mod:`sp_compiler.trace.attributes.reads`. Attributes that no compilation has read yet may have
+    any value in all programs.
     """
 
     def __init__(self) -> None:
@@ -34,7 +33,7 @@ class SetAttributes:
         self._before: dict[Attribute, Constant | None] = {}
         self._texts_before: dict[Attribute, str] = {}
         self._stored: set[Attribute] = set()
-        # Set by code of the model, with others that it computes of it perhaps.
+        # Set by code of the model, which may compute other attributes from them.
         self._always: set[Attribute] = set()
         # By path of the module; None for all names.
         self._read: dict[str, frozenset[str] | None] = {}
@@ -62,14 +61,14 @@ class SetAttributes:
         self._key = None
 
     def store(self, attributes: Iterable[Attribute]) -> None:
-        """Record those that a program changes in every call, past :meth:`set`."""
+        """Record those that a program changes in every call, bypassing :meth:`set`."""
         self._stored.update(attributes)
         self._key = None
 
     def key(self) -> tuple[tuple[Attribute, Constant], ...]:
-        """Return those that programs depend on and that differ from what they were at first."""
+        """Return those that programs depend on and that differ from their first values."""
         if self._key is None:
-            # Sorted: the order in which they were set is no part of it.
+            # Sorted: the order in which they were set does not matter.
             self._key = tuple(sorted(filter(self._counts, self._values.items()), key=_name))
         return self._key
 
@@ -80,7 +79,7 @@ class SetAttributes:
             return True
         is_read = names is None or name in names
         before = self._before[path, name]
-        # What may have changed since the first compilation is no longer what it was.
+        # An attribute that a program changes may no longer have its first value.
         is_known = before is not None and before.is_plain and (path, name) not in self._stored
         return is_read and not (is_known and before == value)
 
@@ -94,6 +93,6 @@ def _name(item: tuple[Attribute, Constant]) -> Attribute:
 
 
 def _sets_others(kind: type[nn.Module], name: str) -> bool:
-    """Return whether to set an attribute runs code of the model's, such as that of a property."""
+    """Return whether setting an attribute runs code of the model, such as a property's."""
     own = kind.__setattr__ is not nn.Module.__setattr__
     return own or hasattr(inspect.getattr_static(kind, name, None), "__set__")

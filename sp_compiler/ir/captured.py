@@ -37,14 +37,14 @@ class Captured:
         aliases: parameter or buffer name to the name under which the same tensor is used.
         constants: tensors of the model that are neither parameters nor buffers.
         notes: remarks for the user, shown in the plan.
-        parameters: of the model, used or not.
+        parameters: parameters of the model, used or not.
         sizes: the open dims, ``None`` if all sizes are fixed to the example's; each has a
             placeholder whose value is the size.
-        functions: calls of the model's autograd functions, which the graph refers to by number. The
-            registry of numbers holds them weakly: they live as long as this object.
-        decisions: numbers that the forward reads from inputs and buffers; the graph is valid for
-            them.
-        stored: what the forward leaves in attributes of modules.
+        functions: calls of the model's autograd functions, which the graph refers to by number.
+            They live as long as this object, since the registry has only weak references to them.
+        decisions: numbers that the forward reads from inputs and buffers; the graph is valid only
+            for these numbers.
+        stored: values that the forward stores in attributes of modules.
         experts: names of the parameters whose first dim is divided over the axis "ep".
     """
 
@@ -69,9 +69,8 @@ class Captured:
 
     @property
     def outputs(self) -> list[Any]:
-        """The node or constant of each leaf that the model returns, then of those that it
-        stores."""
-        # Behind them the same tuple has the new values of buffers.
+        """The node or constant of each leaf that the model returns, then of each that it stores."""
+        # After them, the same tuple has the new values of buffers.
         returned = list(self.module.graph.output_node().args[0])
         return returned[: len(returned) - len(self.mutated)]
 
@@ -88,7 +87,7 @@ class Captured:
 
     def drop_unused_placeholders(self) -> None:
         """Erase placeholders that nothing uses, together with their refs."""
-        # Sizes stay: that a symbol is used shows in shapes, not in the users of its placeholder.
+        # Sizes stay: uses of a symbol are in shapes, not among the users of its placeholder.
         refs = []
         for node, ref in zip(self.placeholders, self.refs, strict=True):
             if node.users or ref.kind == "size":

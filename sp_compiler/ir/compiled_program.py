@@ -18,19 +18,18 @@ from sp_compiler.ir.snapshot import Stages
 
 
 class RegionCode(Protocol):
-    """The compiled form of one distinct region, in general a class of the generated code.
+    """The compiled form of one distinct region, usually a class in the generated code.
 
-    Tensors are one rank's parts, placed as the region's ``input_placements`` and
-    ``output_placements``.
+    Tensors are local, with the region's ``input_placements`` and ``output_placements``.
     """
 
     @property
     def forward(self) -> Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]]:
-        """``forward(tp, *inputs)``: outputs of the region, and the tensors saved for backward."""
+        """``forward(tp, *inputs)``: returns the outputs, and the tensors saved for backward."""
 
     @property
     def backward(self) -> Callable[..., tuple[Tensor | None, ...]]:
-        """``backward(tp, saved, *tangents)``: one gradient for each input, or ``None``.
+        """``backward(tp, saved, *tangents)``: returns one gradient, or ``None``, for each input.
 
         There is one tangent for each output that requires a gradient, in order.
         """
@@ -38,7 +37,7 @@ class RegionCode(Protocol):
 
 @dataclass(frozen=True)
 class LossBackward:
-    """The backward of a region from the model's loss alone.
+    """The backward of a region from only the model's loss.
 
     Attributes:
         output: index of the region's output that is the loss.
@@ -53,9 +52,10 @@ class Kernel(Protocol):
     """A function of the generated code that the backend compiles when the program first runs.
 
     Attributes:
-        name: of the function.
+        name: name of the function.
         is_rare: whether the usual training step does not call it.
-        before_first_call: what it calls when it must run and is not compiled: :meth:`compile`.
+        before_first_call: called when the function must run and is not compiled; by default
+            :meth:`compile`.
     """
 
     name: str
@@ -66,17 +66,17 @@ class Kernel(Protocol):
         """Compile it if it is not compiled yet; return the reason of a failure, "" for success."""
 
     def run_as_written(self, reason: str) -> None:
-        """Run the generated code as it is from now on."""
+        """Run the generated code uncompiled from now on."""
 
 
 @dataclass(frozen=True)
 class PassedOver:
-    """What another choice of placements costs beyond the chosen one, in us of a step.
+    """The additional cost of another choice of placements than the chosen one, in us of a step.
 
     Attributes:
         communication_us: time of collectives and of copies around them.
         compute_us: time of all operators of the model.
-        memory_us: price of values that are replicated on every rank.
+        memory_us: cost assigned to values that are replicated on every rank.
     """
 
     communication_us: float
@@ -96,18 +96,18 @@ class CompiledProgram:
         world_size: number of tensor-parallel ranks.
         differentiable: region name to whether a gradient flows through each output; by default read
             from the region's graph.
-        loss_backwards: name of the region with the model's loss to its backward from the loss
-            alone; empty if no other gradient can flow there.
+        loss_backwards: name of the region with the model's loss to its backward from only the loss;
+            empty if no gradient can flow through its other outputs.
         reached_from: region name to the outputs from which a gradient reaches an input, for inputs
-            that it does not reach from all.
+            that are not reached from all of them.
         notes: fallbacks with reasons.
         kernels: region name to functions that all ranks still have to compile before any runs them.
         replicated: (region, operator) of operators that run replicated because the check rejected
             their shards.
         paddable: (region, operator) of operators that could run with padding, and the number of
             units, such as heads, that would be padded.
-        passed_over: (region, operator) of matrix products that run replicated although they could
-            be sharded, and what the cheapest such way costs; ``None`` if that was not estimated.
+        passed_over: (region, operator) of matmuls that run replicated although they could be
+            sharded, and the cost of the cheapest way to do so; ``None`` if it was not estimated.
         code: the generated text.
         stages: pass name to the graphs after it.
         regions: region name to its forward and backward.
@@ -145,13 +145,13 @@ class CompiledProgram:
                 )
 
     def placement(self, ref: Ref) -> Placement:
-        """Return the placement of the value behind ``ref``."""
+        """Return the placement of the value that ``ref`` refers to."""
         if ref.kind == "call":
             return self.program.calls[ref.index].region.output_placements[ref.output]
         if ref.kind == "param":
             return self.param_placements[self.param_name(ref.name)]
-        # Inputs, buffers, constants and the seed are the same on every rank, and their gradients,
-        # where there are any, are equal too.
+        # Inputs, buffers, constants and the seed are the same on every rank, and so are their
+        # gradients, if any.
         return I
 
     def param_name(self, name: str) -> str:
@@ -159,5 +159,5 @@ class CompiledProgram:
         return self.program.aliases.get(name, name)
 
     def add_notes(self, notes: Sequence[str]) -> None:
-        """Add what the ranks find out when they first run the program."""
+        """Add notes that are known only when the ranks first run the program."""
         self.notes += notes

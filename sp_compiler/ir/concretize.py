@@ -1,7 +1,7 @@
 """Copies of programs and graphs with the example's sizes in place of open ones.
 
 Passes and reports that depend on sizes (placements, partition, memory, checks) read these copies:
-comparing open sizes would record a guard, and the program would serve fewer calls.
+comparing open sizes would record a guard, and the program would be valid for fewer calls.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class Concretizer:
     def __init__(self, sizes: Sizes | None) -> None:
         self.twins: dict[Node, Node] = {}
         self._open = sizes is not None
-        # A mode of its own, without a ShapeEnv: the captured one would make the sizes open again.
+        # A separate mode without a ShapeEnv: with the captured one, sizes would be open again.
         self._mode = FakeTensorMode()
-        # By identity, which graphs and regions keep while the programs that own them live. Once
-        # each: calls that share a region have to share the copy.
+        # By identity, which is unique while the programs that own the graphs and regions live. One
+        # copy of each, since calls that share a region must share the copy.
         self._graphs: dict[int, Graph] = {}
         self._regions: dict[int, Region] = {}
 
@@ -66,8 +66,7 @@ class Concretizer:
         return self._graphs[id(graph)]
 
     def copied(self, graph: Graph) -> Graph:
-        """Return a new copy of ``graph``, which may have open sizes even if this program has
-        none."""
+        """Return a new copy of ``graph``, whose sizes may be open even if the program's are not."""
         copy = Graph()
         copies: dict[Node, Node] = {}
         for node in graph.nodes:
@@ -90,7 +89,7 @@ class Concretizer:
         return self._regions[id(region)]
 
     def program(self, program: Program) -> Program:
-        """Return the copy of a program, its regions included."""
+        """Return the copy of a program, including its regions."""
         calls = [replace(call, region=self.region(call.region)) for call in program.calls]
         return replace(program, calls=calls, sizes=None)
 
@@ -118,7 +117,7 @@ class Concretizer:
     def _value(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return example_number(value)
-        # With its strides: a tensor that is not contiguous with open sizes must not become so.
+        # With the example's strides: a tensor that is not contiguous must stay so.
         shape, strides = map(example_number, value.shape), map(example_number, value.stride())
         with self._mode:
             return torch.empty_strided(

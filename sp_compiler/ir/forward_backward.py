@@ -16,11 +16,11 @@ class SavedTensor:
     """One tensor that forward passes to backward.
 
     Attributes:
-        name: of its node.
+        name: name of its node.
         kind: ``"activation"`` for results of the forward, else the kind of the region's input.
         num_bytes: size of its storage on one rank.
         module: path of the user's module that computes it, "" for inputs.
-        line: of the user's model, as "file.py:12 code", "" where unknown.
+        line: line of the user's model, as "file.py:12 code", "" if unknown.
         op: operator that computes it ("linear"), "" for inputs.
         reason: why it is saved.
         on_host: whether it is sent to the host after forward, and fetched for backward.
@@ -40,7 +40,7 @@ class SavedTensor:
     @property
     def is_activation(self) -> bool:
         """Return whether it is an activation, not a parameter, buffer, constant or user input."""
-        # Those exist anyway, whether backward reads them or not.
+        # The others are in memory whether backward reads them or not.
         return self.kind in ("activation", "call")
 
 
@@ -58,33 +58,35 @@ class LossPart:
 
 
 BEFORE, BEHIND = "_before", "_behind"
-"""After the names of values of the call before or behind, in a function that has values of two
-calls."""
+"""Suffixes of the names of values of the previous and of the next call (in forward order), in a
+function with values of two calls."""
 
 
 @dataclass(frozen=True)
 class SplitBackward:
-    """The backward of an ordinary training step as two functions; the second may be
-    delayed.
+    """The backward of an ordinary training step as two functions; the second may run later.
 
-    A pipeline delays gradients of all parameters. With ``both``, the backwards of calls in a row
-    leave some of them to the call before::
+    This is the split of zero-bubble schedules: ``inputs`` computes the gradients that the previous
+    call needs (B), ``weights`` the deferred gradients of parameters (W). Such a pipeline schedule
+    defers the gradients of all parameters. With ``both``, a call leaves some of its gradients of
+    parameters to the call whose backward runs next, the previous one in forward order::
 
         call 3   inputs(3)
         call 2              both(2, 3)
         call 1                          both(1, 2), weights(1)
 
-    Values made in backward, or in the call's own forward, are given to ``both`` as its own: their
-    placeholders have ``meta["handed"]``.
+    ``both`` owns the values that were computed in backward, or in the forward of its call: the
+    caller keeps no reference to them. Their placeholders have ``meta["handed"]``.
 
     Attributes:
         inputs: placeholders: as those of :attr:`Partitioned.step_backward`; output: one gradient
-            (or None) per input of the region, None for delayed ones, then what ``weights`` needs.
+            (or None) per input of the region, None for deferred ones, then the values that
+            ``weights`` needs.
         weights: placeholders: the values that ``inputs`` passes on; output: one gradient (or None)
-            per input of the region, None for all but delayed ones.
-        both: ``inputs``, and ``weights`` of the call behind. Placeholders: the saved tensors, what
-            the call behind passes on, the tangents; output: as that of ``inputs``, with the delayed
-            gradients of the call behind in the places of its own.
+            per input of the region, None for all but deferred ones.
+        both: ``inputs``, and ``weights`` of the next call. Placeholders: the saved tensors, the
+            values that the next call passes on, the tangents; output: as that of ``inputs``, with
+            the deferred gradients of the next call in place of its own.
     """
 
     inputs: Graph
@@ -93,14 +95,16 @@ class SplitBackward:
 
     @property
     def late(self) -> tuple[int, ...]:
-        """Indices of the region's inputs whose gradients are delayed."""
+        """Indices of the region's inputs whose gradients are deferred."""
         grads = self.weights.output_node().args[0]
         return tuple(index for index, grad in enumerate(grads) if grad is not None)
 
 
 @dataclass(frozen=True)
 class LookAhead:
-    """The backward of calls in a row, in which each recomputes values for the call before it.
+    """The backward of consecutive calls, each of which recomputes values for the previous call.
+
+    This prefetch of recomputation hides more communication.
 
     ::
 
@@ -108,16 +112,16 @@ class LookAhead:
         call 2                             both(2, 1)
         call 1                                         rest(1)
 
-    Recomputed values that are given to a function are its own: the caller lets them go. Their
-    placeholders have ``meta["handed"]``.
+    A function owns the recomputed values that are passed to it: the caller keeps no reference to
+    them. Their placeholders have ``meta["handed"]``.
 
     Attributes:
         recompute: placeholders: the saved tensors; output: the recomputed values.
         rest: placeholders: the saved tensors, the recomputed values, the tangents; output: that of
             :attr:`Partitioned.backward`.
-        both: ``rest``, and ``recompute`` of the call before. Placeholders: the saved tensors, the
-            recomputed values, the saved tensors of the call before, the tangents; output: that of
-            :attr:`Partitioned.backward`, then the recomputed values of the call before.
+        both: ``rest``, and ``recompute`` of the previous call. Placeholders: the saved tensors, the
+            recomputed values, the saved tensors of the previous call, the tangents; output: that of
+            :attr:`Partitioned.backward`, then the recomputed values of the previous call.
     """
 
     recompute: Graph
@@ -137,11 +141,11 @@ class Partitioned:
             gradient.
         saved: saved tensors in the order in which they are passed; each storage once.
         num_outputs: number of the region's outputs.
-        loss: the backward from the model's loss alone, if the region has the loss and other outputs
+        loss: the backward from only the model's loss, if the region has the loss and other outputs
             through which a gradient may flow.
-        split: the same as two functions, if a schedule delays weight gradients, or if that hides
-            more communication in calls in a row.
-        ahead: the same for calls in a row, if that hides more communication.
+        split: the backward of a step as two functions, if a schedule defers weight gradients, or if
+            that hides more communication in consecutive calls.
+        ahead: the backward of a step for consecutive calls, if that hides more communication.
     """
 
     forward: Graph
@@ -154,7 +158,7 @@ class Partitioned:
 
     @property
     def functions(self) -> dict[str, Graph]:
-        """The graphs of all functions, by name; which backwards run is known at the call."""
+        """The graphs of all functions, by name; the call decides which backwards run."""
         graphs = {"forward": self.forward}
         if self.backward is not None:
             graphs["backward"] = self.backward
@@ -174,19 +178,19 @@ class Partitioned:
     @property
     def step_backward(self) -> Graph | None:
         """The backward of an ordinary training step."""
-        # It starts from the loss, where there is one: the general backward would compute with zeros
-        # for the gradients of all other outputs.
+        # It starts from the loss, if there is one: the general backward would compute with zeros as
+        # the gradients of all other outputs.
         return self.backward if self.loss is None else self.loss.backward
 
     @property
     def trained(self) -> tuple[int, ...]:
-        """Positions of the inputs of which an ordinary training step returns a gradient."""
+        """Positions of the inputs for which an ordinary training step returns a gradient."""
         grads = () if self.step_backward is None else self.step_backward.output_node().args[0]
         return tuple(index for index, grad in enumerate(grads) if grad is not None)
 
     @property
     def middle_backward(self) -> Graph | None:
-        """The same in the middle of calls in a row, where it may be another."""
+        """The backward of an ordinary training step between two calls of the same region."""
         if self.ahead is not None:
             return self.ahead.both
         both = None if self.split is None else self.split.both
@@ -225,10 +229,10 @@ def step_backwards(
 ) -> list[tuple[str, ...]]:
     """Return for each call the names of the functions that are its backward in a step.
 
-    Of calls in a row, the last to run also computes the gradients that it would leave to another.
+    Of consecutive calls of a region, the last to run also computes its own deferred gradients.
     """
     calls = program.calls
-    # Whether a call is of the same region as the one before it; one more for the end.
+    # Whether a call has the same region as the previous one; one more entry for the end.
     follows = [
         index > 0 and call.region is calls[index - 1].region for index, call in enumerate(calls)
     ] + [False]

@@ -1,4 +1,4 @@
-"""Helpers that read FX graphs, shared by all passes; nothing here changes a graph."""
+"""Helpers that read FX graphs, shared by all passes; they do not change graphs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def module_of(
 ) -> GraphModule:
     """Return a module of ``graph`` and of the tensors of ``root`` that it names.
 
-    Its Python text is written when somebody runs or reads it: of most graphs nobody does.
+    Its Python code is generated lazily, since most graphs are never run or printed.
     """
     return _LazyGraphModule(root or nn.Module(), graph, class_name=name)
 
@@ -36,7 +36,7 @@ def arguments(node: Node) -> dict[str, Any]:
 def named_arguments(
     operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return :func:`arguments` of a call of ``operation`` with these."""
+    """Return :func:`arguments` of a call of ``operation`` with ``args`` and ``kwargs``."""
     values: dict[str, Any] = {}
     for position, argument in enumerate(operation._schema.arguments):
         if position < len(args):
@@ -54,7 +54,8 @@ def mutates(node: Node) -> bool:
 
 
 def written_arguments(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return what a call writes into, by the schema: ``x`` of ``x.add_(y)``, all of a list."""
+    """Return the arguments that a call writes into, by its schema: ``x`` for ``x.add_(y)``; all
+    items of a list."""
     values = named_arguments(operation, args, kwargs)
     return [
         leaf
@@ -78,7 +79,7 @@ def carries_gradient(value: Tensor) -> bool:
 
 
 def tensor_operands(node: Node) -> list[Node]:
-    """Nodes among the arguments in order, repeats included (``x * x`` has two)."""
+    """Return the nodes among the arguments in order, with repeats (``x * x`` has two)."""
     operands: list[Node] = []
     # FX's own walk, in C++, takes a tenth of pytree's time.
     map_arg((node.args, node.kwargs), operands.append)
@@ -87,7 +88,7 @@ def tensor_operands(node: Node) -> list[Node]:
 
 def is_call(node: object, *targets: Any) -> bool:
     """Return whether ``node`` is a call of one of ``targets`` (operator overloads, by identity)."""
-    # A target may be any callable, with an ``==`` of its own.
+    # A target may be any callable, possibly with its own ``==``.
     return (
         isinstance(node, Node)
         and node.op == "call_function"
@@ -102,7 +103,7 @@ def is_getitem(node: object) -> bool:
 
 def calls(graph: Graph, *targets: Any) -> Iterator[Node]:
     """Yield calls of ``targets`` in graph order; the graph may be edited meanwhile."""
-    # Of a copy, in which nodes that are inserted meanwhile do not come up.
+    # Iterates over a copy, so nodes that are inserted meanwhile are not visited.
     for node in list(graph.nodes):
         if is_call(node, *targets):
             yield node
@@ -110,12 +111,12 @@ def calls(graph: Graph, *targets: Any) -> Iterator[Node]:
 
 def base_name(node: Node) -> str:
     """Return the node's name without the numbers that made it unique."""
-    # Several, since a copy of a numbered name may have been numbered again: ``mul_1_2``.
+    # There may be several: a copy of a numbered name may have been numbered again, ``mul_1_2``.
     return re.sub(r"(_\d+)+$", "", node.name) or node.name
 
 
 def shape_of(node: Node) -> tuple[int, ...]:
-    """Static shape of the tensor that ``node`` returns."""
+    """Return the shape of the tensor that ``node`` returns."""
     return tuple(node.meta["val"].shape)
 
 
@@ -126,19 +127,19 @@ def reach(
 ) -> dict[Node, None]:
     """Return ``nodes`` and all nodes reachable from them, nearest first, as an ordered set.
 
-    The only graph walk that does not follow graph order. It is breadth-first, so that a caller who
-    looks for one node finds the nearest; the result is a dict, because decisions must not depend on
-    the order of a set.
+    This is the only graph walk that does not follow graph order. It is breadth-first, so that a
+    caller who looks for one node finds the nearest. The result is a dict, because decisions must
+    not depend on the order of a set.
 
     Args:
-        nodes: where the walk starts.
+        nodes: nodes at which the walk starts.
         following: the neighbours of a node, such as its operands or its users.
         stop: nodes that are included, but not followed further.
     """
     # networkx would need a copy of the graph for each walk; these run thousands of times.
     met = dict.fromkeys(nodes)
     queue = list(met)
-    for node in queue:  # which grows
+    for node in queue:  # the queue grows
         if node in stop:
             continue
         for other in following(node):
@@ -149,28 +150,28 @@ def reach(
 
 
 def operands(node: Node) -> list[Node]:
-    """Operands of ``node``, each once; for :func:`reach`."""
+    """Return the operands of ``node``, each once; for :func:`reach`."""
     return node.all_input_nodes
 
 
 def users(node: Node) -> Iterable[Node]:
-    """Users of ``node``, each once; for :func:`reach`."""
+    """Return the users of ``node``, each once; for :func:`reach`."""
     return node.users
 
 
 def ancestors(nodes: Iterable[Node], stop: Container[Node] = ()) -> set[Node]:
-    """Return ``nodes`` and everything they are computed from, up to and including ``stop``."""
+    """Return ``nodes`` and all values they are computed from, up to and including ``stop``."""
     return set(reach(nodes, operands, stop))
 
 
 def descendants(nodes: Iterable[Node]) -> set[Node]:
-    """Return ``nodes`` and everything that is computed from them, the output node included."""
+    """Return ``nodes`` and all nodes computed from them, including the output node."""
     return set(reach(nodes, users))
 
 
 def placements_of(node: Node) -> tuple[Placement, Placement] | None:
-    """(source, destination) of a placement conversion, ``None`` for any other node."""
+    """Return (source, destination) of a placement conversion, ``None`` for any other node."""
     if node.target not in (CONVERT.overload, CONVERT_IN_PLACE.overload):
         return None
-    # As text in the graph, for a schema has no type for them.
+    # Placements are text in the graph, since schemas have no type for them.
     return Placement.parse(node.args[1]), Placement.parse(node.args[2])

@@ -1,6 +1,6 @@
 """FX graphs as networkx graphs: for users, and to find graphs that are equal up to node order.
 
-networkx is imported only when it is used: most compilations do not need it.
+networkx is imported lazily, since most compilations do not need it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Item = TypeVar("Item", bound=Hashable)
 
 
 def connected(pairs: Iterable[tuple[Item, Item]]) -> list[list[Item]]:
-    """Return classes of items connected by ``pairs``, in order of first appearance."""
+    """Return the connected components of ``pairs``, in order of first appearance."""
     from networkx.utils import UnionFind
 
     union = UnionFind()
@@ -42,13 +42,13 @@ def as_networkx(
     """Build the graph of ``nodes``: an edge from each operand to each use of it.
 
     Args:
-        nodes: of one FX graph, in order; operands that are not among them are left out.
-        key: the name of a node in the result.
-        attributes: of a node in the result.
+        nodes: nodes of one FX graph, in order; operands that are not among them are left out.
+        key: returns the key of a node in the result.
+        attributes: returns the attributes of a node in the result.
 
     Returns:
-        Edges have ``position``: which operand of the user it is, as positional and then keyword
-        arguments list them; ``x * x`` has two edges.
+        A graph whose edges have ``position``: the index among the user's operands, positional ones
+        first, then keyword arguments by name; ``x * x`` has two edges.
     """
     import networkx as nx
 
@@ -62,33 +62,33 @@ def as_networkx(
 
 
 def _operands(node: Node) -> list[Node]:
-    """Operands in an order that does not depend on the one in which keywords were given."""
+    """Return the operands in an order that does not depend on that of the keyword arguments."""
     leaves = tree_iter((node.args, dict(sorted(node.kwargs.items()))))
     return [leaf for leaf in leaves if isinstance(leaf, Node)]
 
 
 class ComparableGraph:
-    """A graph to compare with others up to the order of nodes.
+    """A graph to compare with other graphs up to the order of nodes.
 
     Args:
-        graph: its outputs are compared as a set: users of them follow the isomorphism.
-        label: everything that must be equal about two nodes except their operands. Nodes with equal
-            labels must be interchangeable: where order matters, as for random draws, the label
-            contains the position.
+        graph: its outputs are compared as a set; the isomorphism tells which output is which.
+        label: returns everything about a node, except its operands, that must be equal. Nodes with
+            equal labels must be interchangeable: where order matters, as for random draws, the
+            label contains the position.
     """
 
     def __init__(self, graph: Graph, label: Callable[[Node], str]) -> None:
         self.nodes = [node for node in graph.nodes if node.op != "output"]
         returned = set(graph.output_node().all_input_nodes)
         self.labels = {node: f"{label(node)} {node in returned}" for node in self.nodes}
-        # Cheap, and equal for isomorphic graphs: nearly all others are told apart by it alone.
+        # Cheap to compute, equal for isomorphic graphs, and different for nearly all others.
         self.key = frozenset(Counter(self.labels.values()).items())
 
     def colors(self) -> dict[Node, Hashable]:
-        """Node to a hash over its ancestors and descendants, equal under isomorphisms.
+        """Return a hash of each node over its ancestors and descendants, equal under isomorphisms.
 
-        One sweep down and one up distinguish nearly all nodes of a layer: the search only has to
-        try nodes of the same color.
+        One sweep down and one up distinguish nearly all nodes of a layer. The search then only has
+        to try nodes of the same color.
         """
         down: dict[Node, Hashable] = {}
         for node in self.nodes:
@@ -96,7 +96,7 @@ class ComparableGraph:
         uses: dict[Node, list[tuple[Hashable, int]]] = {node: [] for node in self.nodes}
         both: dict[Node, Hashable] = {}
         for node in reversed(self.nodes):
-            # Sorted, for the uses of a value have no order.
+            # Sorted, since the uses of a value have no order.
             both[node] = hash((down[node], *sorted(uses[node])))
             for position, source in enumerate(_operands(node)):
                 uses[source].append((both[node], position))
@@ -120,15 +120,16 @@ def isomorphism(first: ComparableGraph, second: ComparableGraph) -> dict[Node, N
         _for_matcher(second, colors[1]),
         _for_matcher(first, colors[0]),
         node_match=operator.eq,
-        # Two nodes may be joined by several edges: ``x * x``. They match as a set of positions.
+        # Two nodes may be connected by several edges: ``x * x``. Their sets of positions must be
+        # equal.
         edge_match=lambda edges, others: _positions(edges) == _positions(others),
     )
-    # Any one will do: nodes that could also be swapped compute the same.
+    # Any isomorphism will do: nodes that could be swapped compute the same.
     return next(matcher.isomorphisms_iter(), None)
 
 
 def _for_matcher(graph: ComparableGraph, colors: Mapping[Node, Hashable]) -> nx.MultiDiGraph:
-    # Colors steer the search, labels prove the result: equal hashes are no proof.
+    # Colors guide the search, labels prove the result: equal hashes are not a proof.
     return as_networkx(
         graph.nodes,
         lambda node: node,
@@ -137,5 +138,5 @@ def _for_matcher(graph: ComparableGraph, colors: Mapping[Node, Hashable]) -> nx.
 
 
 def _positions(edges: Mapping[Any, Mapping[str, int]]) -> list[int]:
-    """Positions of the edges between two nodes among the operands of the second."""
+    """Return the operand positions of the edges between two nodes."""
     return sorted(itertools.chain.from_iterable(edge.values() for edge in edges.values()))

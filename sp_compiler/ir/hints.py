@@ -28,11 +28,11 @@ class Forbid:
 
 Hint = Shard | Replicate | Forbid
 Parameters = Mapping[str, tuple[str, tuple[int, ...]]]
-"""Every name of a parameter to the name that it is stored under, and its shape."""
+"""Every name of a parameter, with the name that it is stored under and its shape."""
 
 
 def forbid(*placements: Shard | Replicate) -> Forbid:
-    """Return a hint that rules placements out and leaves the choice among the others.
+    """Return a hint that rules out placements and leaves the choice among all others.
 
     >>> sp_compiler.compile(model, tp=8, hints={"lm_head": sp_compiler.forbid(Shard(0))})
 
@@ -40,7 +40,7 @@ def forbid(*placements: Shard | Replicate) -> Forbid:
         placements: at least one ``torch.distributed.tensor.Shard(dim)`` or ``Replicate()``.
 
     Raises:
-        ArgumentError: no placement, or a value that is none of these.
+        ArgumentError: no placement is given, or a value is not a placement.
     """
     if not placements or any(type(item) not in (Shard, Replicate) for item in placements):
         given = ", ".join(map(repr, placements))
@@ -54,7 +54,7 @@ class Wish:
 
     Attributes:
         hints: the patterns that match the parameter, with their hints.
-        rank: number of the parameter's dims, for dims counted from the end.
+        rank: number of dims of the parameter, for dims counted from the end.
     """
 
     hints: tuple[tuple[str, Hint], ...]
@@ -124,24 +124,24 @@ def parameters_of(model: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def unmatched(hints: Mapping[str, Hint], parameters: Parameters) -> list[str]:
-    """Patterns that match no parameter."""
+    """Return the patterns that match no parameter."""
     return [key for key in hints if not any(_matches(key, name) for name in parameters)]
 
 
 def wishes_of(hints: Mapping[str, Hint], parameters: Parameters) -> dict[str, Wish]:
-    """Stored name to the union of the hints for the parameter, where it has any.
+    """Return the union of the hints for each parameter that has any, by stored name.
 
     Raises:
-        ArgumentError: a pattern matches nothing, a parameter has no such dim, or two hints (of one
-            parameter, perhaps under two names) contradict each other.
+        ArgumentError: a pattern matches nothing, a parameter has no such dim, or two hints for a
+            parameter (perhaps under two of its names) contradict each other.
     """
     for key in unmatched(hints, parameters):
         raise ArgumentError(
             f"hints[{key!r}] matches nothing: expected the name of a parameter, or of a module "
             "that has a weight, where * stands for anything between two dots; "
-            f"near it are {', '.join(near(key, parameters)) or 'no names'}"
+            f"similar names: {', '.join(near(key, parameters)) or 'none'}"
         )
-    # By stored name, so that hints for two names of a tied parameter meet and can contradict.
+    # By stored name, so that a contradiction of hints for two names of a tied parameter is found.
     by_stored_name: dict[str, dict[str, Hint]] = {}
     shapes = dict(parameters.values())
     for name, (stored, _) in parameters.items():
@@ -170,22 +170,22 @@ def _wish(name: str, shape: tuple[int, ...], hints: Mapping[str, Hint]) -> Wish:
 
 
 def _matches(pattern: str, name: str) -> bool:
-    # ``lm_head`` means its weight and not its bias, which may be sharded on other dims: any other
-    # parameter has to be named.
+    # ``lm_head`` means its weight, not its bias, which may be sharded on another dim. Any other
+    # parameter must be named.
     return _glob(pattern, name) or _glob(pattern, _module_with_weight(name))
 
 
 def _glob(pattern: str, name: str) -> bool:
-    # Part by part: a "*" of fnmatch alone would cross dots, and "layers.*.up" match an expert's.
+    # Part by part: otherwise "*" would match dots, and "layers.*.up" would match an expert's.
     parts, names = pattern.split("."), name.split(".")
     return len(parts) == len(names) and all(map(fnmatchcase, names, parts))
 
 
 def named_or_inside(pattern: str, parameters: Iterable[str]) -> list[str]:
-    """Names that a pattern matches, and those inside modules that it matches.
+    """Return the names that a pattern matches, and those inside modules that it matches.
 
     Raises:
-        ArgumentError: there are none; the message suggests similar ones.
+        ArgumentError: there are none; the message suggests similar names.
     """
     names = list(parameters)
     is_text = isinstance(pattern, str)
@@ -196,7 +196,7 @@ def named_or_inside(pattern: str, parameters: Iterable[str]) -> list[str]:
         raise ArgumentError(
             f"explain({pattern!r}): expected the name of a parameter, or of a module that has "
             "some, where * stands for anything between two dots; "
-            f"near it are {', '.join(close) or 'no names'}"
+            f"similar names: {', '.join(close) or 'none'}"
         )
     return found
 
@@ -206,10 +206,10 @@ def _module_with_weight(name: str) -> str:
 
 
 def near(name: str, parameters: Iterable[str]) -> list[str]:
-    """Return up to three similar names of parameters, and of modules with a weight, for error
+    """Return up to three similar names, of parameters or modules with a weight, for error
     messages."""
     names = list(parameters)
-    # The name of a container: what the user meant is inside.
+    # If it is the name of a container, the user means something inside it.
     inside = [other for other in names if _matches(f"{name}.*", other)]
     known = dict.fromkeys([*map(_module_with_weight, names), *names])
     return inside[:3] or difflib.get_close_matches(name, known, 3, 0.4)

@@ -52,15 +52,15 @@ class Region:
         name: a class name for the generated code, such as ``"GPT2Block"``; unique in the program.
         module: the graph. Every node has ``meta["val"]`` (a FakeTensor; its ``requires_grad`` is
             not used), ``meta["requires_grad"]`` (whether a gradient flows to it in training) and
-            the user's ``nn_module_stack`` and ``stack_trace``. After sharding: shapes are those of
-            one rank and ``meta["placement"]`` is the node's :class:`Placement`.
+            the user's ``nn_module_stack`` and ``stack_trace``. After sharding, shapes are those of
+            one rank, and ``meta["placement"]`` is the node's :class:`Placement`.
         input_kinds: :data:`RefKind` of each placeholder, in order.
         input_names: for parameters and buffers the name in the block (``"attn.c_attn.weight"``),
             for values a readable name, in order.
         input_placements: set by sharding; placements of the local tensors (never "T").
         output_placements: set by sharding.
-        input_shapes: set by sharding; shapes of the full values, with open sizes; ``None`` for what
-            is no tensor. Rows of tokens have lost theirs.
+        input_shapes: set by sharding; shapes of the full values, with open sizes; ``None`` for
+            values that are not tensors. Values in rows form have the flattened shape.
         output_shapes: set by sharding.
     """
 
@@ -117,14 +117,14 @@ class Program:
         aliases: parameter name to the name under which the same tensor is used (tied weights).
         constants: tensors of the model that are neither parameters nor buffers, by name.
         notes: remarks for the user (fallbacks with reasons).
-        parameters: of the model, used or not.
+        parameters: parameters of the model, used or not.
         wishes: union of the user's hints, by parameter.
         sizes: the open dims, ``None`` if all sizes are fixed to the example's.
         functions: calls of the model's autograd functions, see
             :class:`~sp_compiler.ir.captured.Captured`.
-        decisions: numbers that the forward reads from inputs and buffers; the program is valid for
-            them.
-        stored: what the forward leaves in attributes of modules.
+        decisions: numbers that the forward reads from inputs and buffers; the program is valid only
+            for these numbers.
+        stored: values that the forward stores in attributes of modules.
         experts: names of the parameters whose first dim is divided over the axis "ep".
     """
 
@@ -159,34 +159,35 @@ class Program:
         }
 
     def node_of(self, ref: Ref) -> torch.fx.Node:
-        """The node that computes ``ref``, an output of a call, in the region's graph."""
+        """Return the node in the region's graph that computes ``ref``, an output of a call."""
         return self.calls[ref.index].region.outputs[ref.output]
 
     @property
     def loss(self) -> Ref | None:
-        """The output that is the model's loss, see :func:`loss_position`; ``None`` without one."""
+        """The output that is the model's loss, see :func:`loss_position`; ``None`` if there is
+        none."""
         scalars: dict[int, Ref] = {}
         for position, ref in self.call_outputs.items():
             node = self.node_of(ref)
-            is_returned = position < self.out_spec.num_leaves  # not only stored
+            is_returned = position < self.out_spec.num_leaves  # rather than only stored
             if is_returned and node.meta["val"].dim() == 0 and node.meta.get("requires_grad"):
                 scalars[position] = ref
         found = loss_position(self.out_spec, scalars)
         return None if found is None else scalars[found]
 
     def paths(self, region: Region) -> list[str]:
-        """Layers that ``region`` represents, one for each call; "" outside of layers."""
+        """Return the layers that ``region`` represents, one per call; "" outside of layers."""
         return [call.path for call in self.calls if call.region is region]
 
     def own_parameters(self, world_size: int) -> list[frozenset[int]]:
-        """For each call, the positions of parameters whose final gradient it computes.
+        """Return for each call the positions of parameters whose final gradient it computes.
 
         The gradients of other parameters are temporary: if several calls use a parameter, until
         they are added up; if it is replicated on ``world_size`` ranks, until they are reduced; if
         it is padded, until they are copied without the padding.
         """
-        # Once per call: a call that is given a parameter twice still computes one gradient of it.
-        # One under no_grad computes none.
+        # A set, since a call with a parameter twice among its arguments computes one gradient of
+        # it. A call under no_grad computes none.
         uses = Counter(
             ref.name
             for call in self.calls
@@ -206,7 +207,8 @@ class Program:
         ]
 
     def copied_buffers(self) -> dict[str, Tensor]:
-        """Buffers that forward writes and calls read, by name: the runtime copies them first."""
+        """Return the buffers that forward writes and calls read, by name: the runtime copies them
+        first."""
         return {
             ref.name: node.meta["val"]
             for call in self.calls
@@ -215,14 +217,14 @@ class Program:
         }
 
     def last_uses(self) -> list[list[int]]:
-        """For each call, the calls whose outputs it uses last."""
-        # By call and not by output, as the runtime frees them. A call with one output
-        # returned keeps all of them to the end.
+        """Return for each call the calls whose outputs it is the last to use."""
+        # By call and not by output, as the runtime frees them. If one output of a call is returned,
+        # all its outputs stay to the end.
         returned = (*self.outputs, *self.mutated_buffers.values())
         returned_calls = {r.index for r in returned if isinstance(r, Ref) and r.kind == "call"}
         last_user: dict[int, int] = {}
         for index, call in enumerate(self.calls):
-            last_user[index] = index  # outputs that nobody uses die at once
+            last_user[index] = index  # unused outputs die at once
             last_user.update((ref.index, index) for ref in call.args if ref.kind == "call")
         dead: list[list[int]] = [[] for _ in self.calls]
         for producer, user in last_user.items():
@@ -232,15 +234,16 @@ class Program:
 
 
 def loss_position(out_spec: TreeSpec, scalars: Collection[int]) -> int | None:
-    """Return the position of the loss in the flattened outputs of a model; ``None`` without one.
+    """Return the position of the loss in the flattened outputs of a model; ``None`` if there is
+    none.
 
-    It is the output that the model calls ``loss`` (a key, or a field), or else the first one.
+    It is the output that the model calls ``loss`` (a key or a field), else the first scalar.
 
     Args:
         out_spec: structure of the model's own output.
         scalars: positions of the outputs that are scalars with a gradient.
     """
-    # One needs no name, and a class of the user's may refuse positions in place of its values.
+    # A single one needs no name. A user's class may not accept positions in place of its values.
     if len(scalars) < 2:
         return min(scalars, default=None)
     # Parts of a loss may come before their sum, and have gradients too.

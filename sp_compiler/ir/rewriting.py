@@ -1,11 +1,11 @@
 """Helpers that change FX graphs: all call nodes of sp_compiler are created here, with metadata.
 
 ==================  =============================================================================
-meta key            what the makers write
+meta key            value in a new node
 ==================  =============================================================================
 ``val``             FakeTensor without gradient, or a tuple of them
 ``requires_grad``   whether a gradient flows to the node in training
-``nn_module_stack``  of the node that the new one replaces or serves
+``nn_module_stack``  that of the node that the new one replaces or serves
 ``stack_trace``     likewise
 ``source``          name of the node that the new one replaces, in the graph before the pass
 ``origin``          name of the pass that made the node
@@ -32,12 +32,12 @@ from torch.utils import _pytree as pytree
 from sp_compiler.base.pass_report import report_of
 from sp_compiler.ir.fx import carries_gradient
 
-# Not the placement nor any tag: those were said of the old node's result.
+# Neither the placement nor tags: they belong to the old node's result.
 _INHERITED = ("nn_module_stack", "stack_trace", "requires_grad")
 
-# One record per fake mode, which is one per capture: it goes when the capture goes.
+# One table per fake mode, of which each capture has one; it is freed with the capture.
 _Known = dict[str, tuple[Any, Sequence[bool]]]
-"""By call its result, and which of its leaves require a gradient."""
+"""Result of each call, and which of its leaves require a gradient."""
 _KNOWN_RESULTS: WeakKeyDictionary[FakeTensorMode, _Known] = WeakKeyDictionary()
 
 
@@ -62,8 +62,8 @@ def make_call(
         like: node that the new one replaces or serves, from which it gets the user's module, the
             source line and ``requires_grad``.
         origin: name of the pass.
-        name: proposal for the node's name; the operator's by default.
-        meta: further entries, or entries that replace the default ones, such as ``val``.
+        name: suggested name of the node; the operator's by default.
+        meta: additional entries, and entries that replace the default ones, such as ``val``.
     """
     node = graph.create_node("call_function", target, args, dict(kwargs or {}), name)
     # ``source`` is inherited: a node that replaces a replacement names the original.
@@ -92,11 +92,11 @@ def make_like(
     """Add a call of ``target`` in place of ``like``, in its graph or a copy, with all of its meta.
 
     Like :func:`make_call`, but the new node gets all entries of ``like``, including placement and
-    tags. If ``like`` is a node of the backward without a counterpart in the region, it has no
-    ``source``, and neither has the new one: the name of ``like`` may belong to another node there.
+    tags. If ``like`` is a node of the backward without a counterpart in the region, neither it nor
+    the new node has a ``source``: in the region, its name may belong to another node.
 
     Args:
-        changes: entries of ``meta`` that differ.
+        changes: entries of ``meta`` that differ from those of ``like``.
     """
     node = graph.create_node("call_function", target, args, dict(kwargs or {}), name)
     node.meta = {**like.meta, **changes, "origin": origin}
@@ -112,12 +112,12 @@ def insert_call(
     origin: str,
     name: str | None = None,
 ) -> Node:
-    """Insert a call of ``target`` in front of ``anchor``, which it replaces or serves.
+    """Insert a call of ``target`` before ``anchor``, which it replaces or serves.
 
     Like :func:`make_call`, but for graphs before differentiation: whether the result requires a
     gradient follows from the operands, not from ``anchor``.
     """
-    # The report of the pass counts every call that it inserts, by operator.
+    # The report of the pass counts the inserted calls by operator.
     report_of(origin).rewrote(kind=target.__name__.split(".")[0])
     val, requires_grad = differentiable_result(fake_mode_of(anchor.graph), target, args, kwargs)
     with anchor.graph.inserting_before(anchor):
@@ -146,7 +146,7 @@ def replace_call(
 def replace_with(node: Node, value: Node) -> None:
     """Make every user of ``node`` use ``value``, and erase ``node``.
 
-    A ``value`` that a pass made keeps the name of what it replaces as ``meta["replaces"]``.
+    A ``value`` that a pass made keeps the name of the replaced node as ``meta["replaces"]``.
     """
     if "origin" in value.meta:
         value.meta.setdefault("replaces", node.meta.get("replaces", node.name))
@@ -156,7 +156,7 @@ def replace_with(node: Node, value: Node) -> None:
 
 def replace_results(node: Node, values: Node | Sequence[Node]) -> None:
     """Like :func:`replace_with`, for a ``node`` that may have several results: ``values`` are all
-    of them, and every user of ``node`` picks one."""
+    results, and every user of ``node`` is a ``getitem`` of one."""
     if isinstance(values, Node):
         replace_with(node, values)
         return
@@ -167,12 +167,12 @@ def replace_results(node: Node, values: Node | Sequence[Node]) -> None:
 
 
 def merge_equal(nodes: Iterable[Node]) -> list[Node]:
-    """Let equal calls among ``nodes``, in the order of their graph, be one; return for each that
-    was erased the one that stands for it."""
+    """Merge equal calls among ``nodes``, which are in graph order; return the replacement of each
+    erased node."""
     first: dict[str, Node] = {}
     merged = []
     for node in nodes:
-        # As text, in which a node is its name and an open size its expression.
+        # As text, with the name of a node and the expression of an open size.
         equal = first.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
         if equal is not node:
             node.replace_all_uses_with(equal)
@@ -184,8 +184,8 @@ def merge_equal(nodes: Iterable[Node]) -> list[Node]:
 def erase_dead(graph: Graph) -> int:
     """Erase calls without users (a captured graph is pure); returns their number."""
     num_erased = 0
-    # FX's own eliminate_dead_code keeps what draws random numbers. Backwards, so that a node with
-    # dead users alone has lost them by the time that it is met.
+    # FX's own eliminate_dead_code keeps operators that draw random numbers. Backwards, so that a
+    # node whose users are all dead has lost them when it is visited.
     for node in reversed(graph.nodes):
         if node.op in ("call_function", "get_attr") and not node.users:
             graph.erase_node(node)
@@ -195,7 +195,7 @@ def erase_dead(graph: Graph) -> int:
 
 def inherit(node: Node, like: Node) -> None:
     """Give ``node``, created by another tracer, the module and source line of ``like``."""
-    # No more than that: the other tracer knows the value better.
+    # Only these: the other tracer has recorded the value.
     keys = ("nn_module_stack", "stack_trace")
     node.meta.update({key: like.meta[key] for key in keys if key in like.meta})
 
@@ -226,11 +226,11 @@ def subgraph(
 
 
 def copy_node(graph: Graph, node: Node, copies: dict[Node, Node], name: str | None = None) -> None:
-    """Append a copy of ``node`` to another graph, and note it in ``copies``, which has those of
-    its operands.
+    """Append a copy of ``node`` to another graph, and add it to ``copies``, which has those of its
+    operands.
 
     Args:
-        name: proposal for the name of the copy; that of ``node`` by default.
+        name: suggested name of the copy; that of ``node`` by default.
     """
     args, kwargs = (map_arg(each, copies.__getitem__) for each in (node.args, node.kwargs))
     copies[node] = copy_call(graph, node, args, kwargs, name or node.name)
@@ -241,7 +241,8 @@ def copy_call(graph: Graph, node: Node, args: Any, kwargs: Any, name: str) -> No
 
     ``Graph.node_copy`` would reserve the name of ``node`` first and number later nodes differently.
     """
-    # Operands apart: ``create_node`` looks for symbols among them, four fifths of its time.
+    # Operands are set separately: ``create_node`` spends four fifths of its time looking for
+    # symbols among them.
     copy = graph.create_node(node.op, node.target, name=name, type_expr=node.type)
     copy.args, copy.kwargs = args, kwargs
     copy.meta = dict(node.meta)
@@ -257,8 +258,8 @@ def running_fakes(mode: FakeTensorMode) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mode)
         if mode.shape_env is not None:
-            # torch internals: composite operators read sizes in C++, unless they decompose in
-            # Python; an open size that is read becomes that of the example.
+            # torch internals: composite operators read sizes in C++ unless they decompose in
+            # Python; an open size that is read is specialized to the example's.
             stack.enter_context(enable_python_dispatcher())
         yield
 
@@ -267,8 +268,8 @@ def fake_value(
     target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], like: Node | None = None
 ) -> Any:
     """Call ``target`` on the ``meta["val"]`` of its node arguments, without data; ``like``: a node
-    that has a value, for a call of no tensor."""
-    # torch internals: detect_fake_mode. Values know their mode; a graph has no other place for it.
+    that has a value, for a call without tensor arguments."""
+    # torch internals: detect_fake_mode. The mode of a graph is stored only in its values.
     args, kwargs = pytree.tree_map_only(Node, lambda node: node.meta["val"], (args, dict(kwargs)))
     mode = detect_fake_mode((args, kwargs, None if like is None else like.meta.get("val")))
     if mode is None:  # no tensor among the arguments, or real ones
@@ -290,10 +291,10 @@ def fake_mode_of(graph: Graph) -> FakeTensorMode:
 def differentiable_result(
     mode: FakeTensorMode, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
 ) -> tuple[Any, bool]:
-    """Value of a call on fakes, and whether it requires a gradient.
+    """Return the value of a call on fakes, and whether it requires a gradient.
 
     Autograd itself decides, so no table of non-differentiable operators is needed. Equal calls, as
-    in repeated layers, are run once.
+    in repeated layers, run once.
     """
     known = _KNOWN_RESULTS.setdefault(mode, {})
     call = _text_of_call(known, target, args, kwargs or {})
@@ -322,12 +323,12 @@ def set_value(node: Node, value: Any) -> None:
 
 def _record(node: Node, value: Any, requires_grad: bool) -> None:
     node.meta["val"], node.meta["requires_grad"] = value, requires_grad
-    node.meta.pop("tensor_meta", None)  # torch's own record, of the value before
+    node.meta.pop("tensor_meta", None)  # torch's own record, now outdated
 
 
 def _without_gradient(value: Any) -> tuple[Any, bool]:
     """Return ``value`` detached, and whether it required a gradient."""
-    # A value in the meta of a node would otherwise keep the autograd graph of all before it.
+    # Otherwise a value in the meta of a node would keep the autograd graph of all its ancestors.
     leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
     detached = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, value)
     return detached, any(leaf.requires_grad for leaf in leaves)
@@ -336,12 +337,12 @@ def _without_gradient(value: Any) -> tuple[Any, bool]:
 def _text_of_call(
     known: _Known, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> str:
-    # As a key: arguments hold lists and open sizes, which have no hash.
+    # Used as a key: arguments contain lists and open sizes, which are not hashable.
     return f"{target} {map_arg((args, dict(kwargs)), functools.partial(_described, known))}"
 
 
 def _described(known: _Known, operand: Node) -> str:
-    """All properties of ``operand`` that the result of a call on fakes depends on, as text."""
+    """Return all properties of ``operand`` that affect the result of a call on fakes, as text."""
     fakes = [
         (tuple(x.shape), x.stride(), x.dtype, x.device, x.is_conj(), x.is_neg())
         if isinstance(x, torch.Tensor)
@@ -353,7 +354,7 @@ def _described(known: _Known, operand: Node) -> str:
 
 def _differentiable_fake(known: _Known, node: Node) -> Any:
     leaves, spec = pytree.tree_flatten(node.meta["val"])
-    # Detached: the fake itself belongs to the node, and must not become part of an autograd graph.
+    # Detached, since the fake itself must not become part of an autograd graph.
     fakes = [
         leaf.detach().requires_grad_(requires_grad and carries_gradient(leaf))
         if isinstance(leaf, torch.Tensor)
@@ -366,8 +367,8 @@ def _differentiable_fake(known: _Known, node: Node) -> Any:
 def _gradients_of_leaves(known: _Known, node: Node) -> Sequence[bool]:
     """Return which of the values of ``node`` require a gradient.
 
-    Of several results some may not: the new running statistics of a batch norm, which the next call
-    of that norm takes, and with a gradient would refuse.
+    Not all results of an operator may: the new running statistics of a batch norm are arguments of
+    its next call, which would refuse them with a gradient.
     """
     requires_grad, num = node.meta["requires_grad"], len(pytree.tree_leaves(node.meta["val"]))
     if requires_grad and num > 1 and node.op == "call_function":

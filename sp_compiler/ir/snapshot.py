@@ -21,19 +21,19 @@ from sp_compiler.ir.text import dtype_name, meta_text, render_target
 if TYPE_CHECKING:
     import networkx as nx
 
-# Behind the name of the region, in names of graphs.
+# Suffixes of the name of the region in names of graphs.
 FORWARD, BACKWARD, LOSS_BACKWARD = ".forward", ".backward", ".loss_backward"
 BACKWARD_INPUTS, BACKWARD_WEIGHTS = ".backward_inputs", ".backward_weights"
-# Of those that hand gradients over to the call before.
+# Backward that also computes deferred gradients of the next call (in forward order).
 BACKWARD_BEHIND = ".backward_behind"
-# Of backwards that recompute one call ahead.
+# Backwards with recompute prefetch: they recompute values for the previous call.
 RECOMPUTE, BACKWARD_REST, BACKWARD_AHEAD = ".recompute", ".backward_rest", ".backward_ahead"
 SECOND_WAYS = (
     *(BACKWARD_INPUTS, BACKWARD_WEIGHTS, BACKWARD_BEHIND),
     *(RECOMPUTE, BACKWARD_REST, BACKWARD_AHEAD),
 )
-"""Functions that do what others do in another way."""
-# Between the name of the region and what was cut into chunks.
+"""Other forms of the backward."""
+# Separates the name of the region from the chunked part.
 IN_CHUNKS = ", "
 
 
@@ -45,9 +45,10 @@ class Snapshot:
         name: name of the pass.
         graphs: region name to graph. After the partition a region has two graphs, named
             ``"Block.forward"`` and ``"Block.backward"``, and a third, ``"Block.loss_backward"``, if
-            it has the model's loss; with a delayed part of backward two more, and three if it
-            recomputes one call ahead or hands gradients over. After the chunks it
-            has one for each number of chunks, such as ``"Epilogue, loss in 4 chunks"``.
+            it has the model's loss. It has two more if a part of backward is deferred, and three
+            more with recompute prefetch, or if consecutive calls leave gradients to each other.
+            After the chunks it has one for each number of chunks, such as
+            ``"Epilogue, loss in 4 chunks"``.
         calls: (path of the layer in the model, region name) in execution order.
         wiring: each call with its arguments as text, in the same order; optional.
         kept: region name to the bytes that one call saves for its backward, after the partition.
@@ -68,12 +69,12 @@ class Snapshot:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Snapshot:
-        return self  # nobody changes it
+        return self  # immutable
 
     @classmethod
     def of_program(cls, name: str, program: Program) -> Snapshot:
         """Copy the region graphs of ``program``."""
-        # Copies, for later passes rewrite the graphs in place.
+        # Copies, since later passes rewrite the graphs in place.
         graphs = {region.name: copy_graph(region.module.graph) for region in program.regions}
         wiring = [
             f"{call.region.name}({', '.join(map(_ref_text, call.args))})" for call in program.calls
@@ -94,7 +95,7 @@ class Snapshot:
         from an operand to each of its users; ``position`` is the operand's position there. The
         graph itself has the attributes ``name``, that of the pass, and ``calls``.
         """
-        # Names of nodes are unique in one graph only.
+        # Names of nodes are unique only within a graph.
         names = {node: name for name, graph in self.graphs.items() for node in graph.nodes}
         result = as_networkx(
             names,
@@ -105,9 +106,9 @@ class Snapshot:
         return result
 
     def renamed(self, names: Sequence[str]) -> Snapshot:
-        """Return a copy with ``names``, one per call, for regions; further calls are dropped.
+        """Return a copy in which regions have ``names``, one per call; other calls are dropped.
 
-        A graph whose calls get several names occurs several times, once per name.
+        A graph whose calls get several names occurs once per name.
         """
         if not self.calls:  # before the model was cut into regions
             return self
@@ -156,33 +157,33 @@ class Stages(dict[str, Snapshot]):
 
     def __missing__(self, name: str) -> Snapshot:
         stage = self.ALIASES.get(name)
-        # A model without operators has no regions, and so no graphs of them.
+        # A model without operators has no regions, and so no graphs.
         if stage is None or not self:
             raise KeyError(name)
         return replace(self.get(stage, Snapshot(stage, {})), name=name)
 
 
 def unknown_stage(name: str, stages: Iterable[str]) -> ArgumentError:
-    """The error for a ``name`` that is none of ``stages`` nor another name of one."""
+    """Return the error for a ``name`` that is neither in ``stages`` nor an alias."""
     known = list(dict.fromkeys([*Stages.ALIASES, *stages]))
     why = "this pass did not run here, or has no graphs; " if name in set(Pass) else ""
     return ArgumentError(f"stage {name!r}: {why}{expected_one_of(name, known)}")
 
 
 def program_calls(program: Program) -> list[tuple[str, str]]:
-    """(path, region name) of every call."""
+    """Return (path, region name) of every call."""
     return [(call.path, call.region.name) for call in program.calls]
 
 
 def region_of(graph_name: str) -> str:
-    """``"Block"`` for ``"Block"``, ``"Block.forward"``, ``"Block.backward"`` and so on."""
+    """Return ``"Block"`` for ``"Block"``, ``"Block.forward"``, ``"Block.backward"`` and so on."""
     for suffix in (FORWARD, LOSS_BACKWARD, BACKWARD, *SECOND_WAYS):
         graph_name = graph_name.removesuffix(suffix)
     return graph_name.partition(IN_CHUNKS)[0]
 
 
 def _attributes(node: Node) -> dict[str, Any]:
-    """Attributes of a node in :meth:`Snapshot.to_networkx`, as plain Python values."""
+    """Return the attributes of a node for :meth:`Snapshot.to_networkx`, as plain Python values."""
     value = node.meta.get("val")
     shape, dtype = None, ""
     if isinstance(value, Tensor):

@@ -1,9 +1,9 @@
 """Open sizes: dims of the inputs as symbols, in graphs and in generated code.
 
-The only file that touches PyTorch's symbolic shapes. A symbolic number occurs in a graph as an
-argument (``torch.SymInt``), never as a node, so that passes see only operators on tensors. When a
-pass compares such a number, the example's size decides, and the ``ShapeEnv`` records the
-comparison: the program is valid for every call for which all comparisons have the same result.
+Only this file uses PyTorch's symbolic shapes. A symbolic number occurs in a graph as an argument
+(``torch.SymInt``), never as a node, so that passes see only operators on tensors. When a pass
+compares such a number, the example's size decides, and the ``ShapeEnv`` records the comparison: the
+program is valid for every call for which all comparisons have the same result.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Sizes:
 
     Attributes:
         env: the ``ShapeEnv`` that records comparisons.
-        open: every open dim; dims that have to be equal may share a symbol.
+        open: the open dims, one for each symbol of the capture.
         fixed: shapes of the tensor leaves of the example, ``None`` for an open dim.
-        ties: further dims with the symbol of an open one: (leaf, dim, position in ``open``).
+        ties: other dims with the symbol of an open one: (leaf, dim, position in ``open``).
         proofs: facts computed at the example's sizes, recomputed for others.
     """
 
@@ -62,7 +62,7 @@ class Sizes:
     fixed: tuple[tuple[int | None, ...] | None, ...]
     ties: tuple[tuple[int, int, int], ...] = ()
     proofs: list[Callable[[Binding], bool]] = field(default_factory=list)
-    # The guards as one function, with their number when it was made.
+    # The guards as one function, and how many there were when it was made.
     _guards: tuple[int, Callable[..., bool]] | None = None
     # Whether all proofs hold, by the sizes of the open dims.
     _proven: dict[tuple[int, ...], bool] = field(default_factory=dict)
@@ -70,8 +70,7 @@ class Sizes:
     @property
     def distinct(self) -> list[OpenSize]:
         """The first open dim of each name."""
-        # Reversed twice: of equal keys a dict keeps the last value, and here it is the first dim
-        # that counts.
+        # Reversed twice: a dict keeps the last value of equal keys, but the first dim is needed.
         return list({size.name: size for size in reversed(self.open)}.values())[::-1]
 
     @property
@@ -83,19 +82,19 @@ class Sizes:
         """Refuse comparisons that the sizes of a call cannot decide.
 
         Raises:
-            NotSymbolic: one of them is about something other than a dim of an input.
+            NotSymbolic: one of them is not about dims of inputs.
         """
-        # Comparisons of sizes without a value in the example, which torch puts off to run time.
+        # Comparisons of sizes without a value in the example, which torch defers to run time.
         if self.env.deferred_runtime_asserts:
-            raise NotSymbolic("a size depends on the numbers in a tensor")
+            raise NotSymbolic("a size depends on the values in a tensor")
         for guard in self.env.guards:
             if not guard.expr.free_symbols <= {size.symbol for size in self.open}:
-                raise NotSymbolic(f"{guard.expr} is about no dim of an input")
+                raise NotSymbolic(f"{guard.expr} is not about dims of inputs")
 
     def rejection(self, leaves: Sequence[Any]) -> str | None:
         """Return why the program is invalid for these flattened inputs; ``None`` if it is valid."""
-        # Cheapest first, for every call of the module asks: numbers, guards, then proofs, each of
-        # which is computed once for the same sizes.
+        # Cheapest first, since this runs in every call of the module: fixed sizes, guards, then
+        # proofs, which are computed once for the same sizes.
         for leaf_value, shape in zip(leaves, self.fixed, strict=True):
             for dim, size in enumerate(shape or ()):
                 if size is not None and leaf_value.shape[dim] != size:
@@ -107,7 +106,8 @@ class Sizes:
         binding = {size.symbol: value for size, value in zip(self.open, actual, strict=True)}
         if not self._guards_hold(actual):
             return self._failed_guard(binding)
-        # torch keeps ranges apart from guards: a comparison with a constant may only narrow one.
+        # torch keeps ranges separately: a comparison with a constant may only narrow a range,
+        # without a guard.
         for opened, value in zip(self.open, actual, strict=True):
             limits = self.env.var_to_range.get(opened.symbol)
             if limits is not None and not limits.lower <= value <= limits.upper:
@@ -118,12 +118,12 @@ class Sizes:
 
     def _guards_hold(self, actual: Sequence[int]) -> bool:
         guards = self.env.guards
-        # Compiled to one expression: evaluating sympy would take milliseconds in every call. Later
-        # passes add guards: it is made anew when their number has grown.
+        # Compiled to one expression: evaluating sympy would take milliseconds in every call. It is
+        # compiled again if later passes have added guards.
         if self._guards is None or self._guards[0] != len(guards):
             text = " and ".join(f"({_TEXT.doprint(guard.expr)})" for guard in guards) or "True"
             names = ", ".join(str(size.symbol) for size in self.open)
-            # Of a size divided by a float torch's printer makes a call of torch.
+            # torch's printer prints a size divided by a float as a call of torch.
             given = {"math": math, "torch": torch}
             self._guards = len(guards), eval(f"lambda {names}: {text}", given)
         return bool(self._guards[1](*actual))
@@ -134,10 +134,10 @@ class Sizes:
                 frame = guard.sloc.framework_loc
                 where = f" ({frame.filename}:{frame.lineno})" if hasattr(frame, "lineno") else ""
                 named = guard.expr.xreplace({s.symbol: sympy.Symbol(s.name) for s in self.open})
-                # Equal dims have one name, so that a guard that they are equal reads "true".
+                # Equal dims have one name, so a guard that they are equal becomes "true".
                 what = "dims that were equal to stay so" if named is sympy.true else named
                 return f"the model or its compilation requires {what}{where}"
-        raise AssertionError("all guards hold")  # this is called where one does not
+        raise AssertionError("all guards hold")  # only called if a guard fails
 
 
 _TEXT = PythonPrinter()
@@ -152,7 +152,7 @@ def open_sizes(placeholders: Mapping[int, Node], leaves: Sequence[Any], env: Sha
 
     Dims at the same position with the same size in the example are assumed to be equal.
     """
-    env.frozen = False  # export froze it: what passes compare has to be recorded too
+    env.frozen = False  # export froze it, but comparisons of passes must be recorded too
     first: dict[tuple[int, int], torch.SymInt] = {}
     dims: list[tuple[sympy.Symbol, torch.SymInt, int, int]] = []
     fixed: list[tuple[int | None, ...] | None] = []
@@ -172,14 +172,14 @@ def open_sizes(placeholders: Mapping[int, Node], leaves: Sequence[Any], env: Sha
             if symbol in known:
                 ties.append((leaf, dim, known.index(symbol)))
                 continue
-            # Batch and sequence of all inputs: few models accept others, and every comparison of
-            # two symbols would be one more guard. Comparing them once makes them one.
+            # Batch and sequence dims of all inputs: few models accept different sizes, and every
+            # comparison of two symbols would add a guard. Comparing them once unifies the symbols.
             other = first.setdefault((dim, int(example.shape[dim])), size)
             if other is not size:
                 bool(size == other)
             dims.append((symbol, size, leaf, dim))
         fixed.append(tuple(shape))
-    # By expression, which is that of the symbol itself no longer where two were found equal.
+    # By expression: it differs from the symbol of the capture if two were unified.
     names: dict[sympy.Expr, str] = {}
     inputs = {str(node.target) for node in placeholders.values()}
     for _, value, leaf, dim in dims:
@@ -192,9 +192,9 @@ def open_sizes(placeholders: Mapping[int, Node], leaves: Sequence[Any], env: Sha
 
 
 def _name(example: Tensor, dim: int, taken: Collection[str], inputs: Collection[str]) -> str:
-    """``b`` and ``s`` for the sizes of token ids, ``size0``, ``size1`` for others.
+    """Return ``b`` or ``s`` for sizes of token ids, ``size0``, ``size1`` and so on for others.
 
-    Not the name of an input, beside which it is an argument of the generated code.
+    It is not the name of an input, since both are arguments of the generated code.
     """
     is_ids = example.dim() == 2 and not example.is_floating_point()
     names = chain("bs"[dim] if is_ids else "", (f"size{n}" for n in count(len(taken))))
@@ -202,13 +202,13 @@ def _name(example: Tensor, dim: int, taken: Collection[str], inputs: Collection[
 
 
 def inline_sizes(graph: Graph) -> None:
-    """Write symbolic numbers into their users in place of the nodes that compute them.
+    """Replace nodes that compute symbolic numbers by the numbers, in their users' arguments.
 
-    Numbers that depend on the contents of a tensor stay nodes.
+    Numbers that depend on the values in a tensor stay nodes.
     """
     for node in list(graph.nodes):
         value = node.meta.get("val")
-        # Read from a tensor: without a value in the example, it could not be compared later.
+        # Read from a tensor: it has no value in the example, so it could not be compared later.
         if isinstance(value, SYMBOLIC) and not value.node.has_hint():
             continue
         if isinstance(value, (*SYMBOLIC, int, float)) and node.op == "call_function":
@@ -220,16 +220,16 @@ def inline_sizes(graph: Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users:
             value = node.meta.get("val")
-            # A call that returns nothing and takes numbers is export's assertion of a guard, which
-            # is recorded anyway.
+            # A call without a result that takes numbers is export's assertion of a guard, which is
+            # recorded anyway.
             numbers = pytree.tree_leaves(node.args) if value is None else [value]
             if any(isinstance(number, (*SYMBOLIC, bool, int, float)) for number in numbers):
                 graph.erase_node(node)
 
 
 def plain(value: Any) -> Any:
-    """Return a symbolic number that is known to be fixed as a plain one; others unchanged."""
-    # ``node.expr`` applies what has been found since; a SymInt itself never changes.
+    """Return a symbolic number with a known value as a plain number; other values unchanged."""
+    # ``node.expr`` applies replacements found since its creation; a SymInt itself never changes.
     if isinstance(value, SYMBOLIC):
         expr = value.node.expr
         if expr.is_number:
@@ -238,7 +238,7 @@ def plain(value: Any) -> Any:
 
 
 def example_number(value: Any) -> Any:
-    """Return the example's number for a symbolic one, without recording; others unchanged."""
+    """Return the example's value of a symbolic number, without a guard; other values unchanged."""
     if isinstance(value, SYMBOLIC):
         number = value.node.hint
         if number is None:
@@ -248,7 +248,7 @@ def example_number(value: Any) -> Any:
 
 
 def example_numel(value: Tensor) -> int:
-    """Return the number of elements of the example's tensor, without recording."""
+    """Return the number of elements of the example's tensor, without a guard."""
     return math.prod(map(example_number, value.shape))
 
 
@@ -258,7 +258,7 @@ def is_open(value: Any) -> bool:
 
 
 def pin(value: Any) -> None:
-    """Record that all sizes that ``value`` depends on are the example's."""
+    """Add guards that all sizes on which ``value`` depends are the example's."""
     if is_open(value):
         env = value.node.shape_env
         for symbol in sorted(value.node.expr.free_symbols, key=str):
@@ -266,7 +266,7 @@ def pin(value: Any) -> None:
 
 
 def same_shape(first: Sequence[Any], second: Sequence[Any]) -> bool:
-    """Return whether two shapes are equal for all open sizes, without recording."""
+    """Return whether two shapes are equal for all open sizes, without a guard."""
     if len(first) != len(second):
         return False
     for one, other in zip(map(plain, first), map(plain, second), strict=True):
@@ -275,7 +275,7 @@ def same_shape(first: Sequence[Any], second: Sequence[Any]) -> bool:
         if not isinstance(one, SYMBOLIC):
             if one != other:
                 return False
-        # The expressions first: torch's own proof asks sympy, which takes its time.
+        # Expressions are compared first: torch's own proof uses sympy, which is slow.
         elif one.node.expr != other.node.expr and not statically_known_true(one == other):
             return False
     return True
@@ -291,7 +291,7 @@ def numbers_in(node: Node) -> Iterator[Any]:
 
 
 def symbols_in(nodes: Iterable[Node]) -> set[sympy.Symbol]:
-    """Symbols of all :func:`numbers_in`."""
+    """Return the symbols of all :func:`numbers_in`."""
     return {
         symbol for node in nodes for number in numbers_in(node)
         for symbol in number.node.expr.free_symbols
@@ -303,7 +303,7 @@ def symbol_of(node: Node) -> sympy.Symbol | None:
     value = node.meta.get("val")
     if node.op != "placeholder" or not isinstance(value, SYMBOLIC):
         return None
-    # Since the capture two symbols may have been found equal, and a symbol to be a number.
+    # Since the capture, symbols may have been unified or found to be constants.
     expr = value.node.expr
     return expr if isinstance(expr, sympy.Symbol) else None
 
@@ -317,7 +317,7 @@ def text(value: Any, names: Mapping[sympy.Symbol, str]) -> str:
     expr = value.node.expr
     if missing := expr.free_symbols - set(names):
         unknown = ", ".join(sorted(map(str, missing)))
-        raise NotSymbolic(f"{expr} depends on sizes that are no input: {unknown}")
+        raise NotSymbolic(f"{expr} depends on sizes that are not inputs: {unknown}")
     expr = expr.xreplace(
         {symbol: sympy.Symbol(name, integer=True, positive=True) for symbol, name in names.items()}
     )

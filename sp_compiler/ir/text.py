@@ -1,4 +1,4 @@
-"""One canonical text of an FX graph, read by golden tests and by people.
+"""The canonical text of an FX graph, for golden tests and for people.
 
 Values are renumbered in order, so that the text does not depend on node names::
 
@@ -27,14 +27,14 @@ def render(graph: Graph | GraphModule, *, metas: Collection[str] = METAS) -> str
     """Render a graph, one line per node.
 
     Args:
-        graph: any graph; nothing in it is changed.
-        metas: entries to append of each node's meta: ``"val"`` (`` : dtype[shape]``),
-            ``"placement"`` (`` @ S(0)``) and ``"recompute"`` (`` #save``); omitted if the node has
-            none.
+        graph: any graph; it is not changed.
+        metas: entries of each node's meta to append: ``"val"`` (`` : dtype[shape]``),
+            ``"placement"`` (`` @ S(0)``) and ``"recompute"`` (`` #save``). Entries that a node
+            lacks are omitted.
     """
     if isinstance(graph, GraphModule):
         graph = graph.graph
-    # By position: the names of FX depend on what was erased before.
+    # By position: FX's names depend on nodes that were erased before.
     numbers = {node: f"%{number}" for number, node in enumerate(graph.nodes)}
     return "\n".join(render_node(node, numbers.__getitem__, metas) for node in graph.nodes)
 
@@ -47,7 +47,7 @@ def render_node(
     """Render one line for ``node``; ``name`` gives the name of a value."""
     suffix = render_metas(node, metas)
     if node.op == "output":
-        # A graph of the user's own may return a single value, without a tuple around it.
+        # A user's graph may return a single value without a tuple around it.
         (values,) = node.args
         parts = values if isinstance(values, tuple | list) else (values,)
         return f"output({', '.join(render_value(part, name) for part in parts)}){suffix}"
@@ -72,9 +72,9 @@ def render_arguments(node: Node, name: Callable[[Node], str]) -> str:
 
 
 def render_metas(node: Node, metas: Collection[str]) -> str:
-    """Render the part behind a call: `` : f32[2, 4] @ S(1) #save``."""
+    """Render the part after a call: `` : f32[2, 4] @ S(1) #save``."""
     marks = {"val": " : ", "placement": " @ ", "recompute": " #"}
-    # In the order of METAS, whatever that of ``metas``: the text is compared.
+    # In the order of METAS, not of ``metas``, since the text is compared.
     texts = {meta: meta_text(node, meta) for meta in METAS if meta in metas}
     return "".join(f"{marks[meta]}{text}" for meta, text in texts.items() if text)
 
@@ -103,11 +103,11 @@ def render_function(function: Any) -> str:
     name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
     if name is None:  # a callable object
         return _plain(function)
-    # torch's builtins say that they belong to classes such as ``_VariableFunctionsClass``.
+    # The names of torch's builtins have classes such as ``_VariableFunctionsClass``.
     short = name.rpartition(".")[2]
     if getattr(torch, short, None) is function:
         return f"torch.{short}"
-    # ``getitem`` and the like are known without their module.
+    # ``getitem`` and other builtins are known without their module.
     module = getattr(function, "__module__", None) or ""
     return name if module in ("_operator", "builtins", "") else f"{module}.{name}"
 
@@ -122,7 +122,7 @@ def render_type(value: Any) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return ``float32`` for ``torch.float32``: as in messages, plans and hardware profiles."""
+    """Return ``float32`` for ``torch.float32``, as in messages, plans and hardware profiles."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -134,7 +134,7 @@ def describe_tensor(value: Tensor) -> str:
 def render_dtype(dtype: torch.dtype) -> str:
     """Render ``f32``, ``bf16``, ``i64``, ``bool``; torch's name if there is no short one."""
     text = dtype_name(dtype)
-    # Names with more than letters and one number, such as float8_e4m3fn, have no short form.
+    # Names other than letters and one number, such as float8_e4m3fn, have no short form.
     stem = text.rstrip("0123456789")
     return _DTYPES[stem] + text[len(stem) :] if stem in _DTYPES else text
 
@@ -158,7 +158,7 @@ def render_value(value: Any, name: Callable[[Node], str]) -> str:
 
 
 def _plain(value: Any) -> str:
-    """Return ``repr`` if that is the same in every run, else the kind of object."""
+    """Return ``repr`` if it is the same in every run, else the type of the object."""
     if isinstance(value, Tensor):
         return f"tensor {render_type(value)}"
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
@@ -166,5 +166,5 @@ def _plain(value: Any) -> str:
     if isinstance(value, torch._ops.OpOverload | types.FunctionType | types.BuiltinFunctionType):
         return render_function(value)
     text = repr(value)
-    # Goldens and fingerprints of ranks compare this text: an address would differ in every run.
+    # Goldens and fingerprints of ranks compare this text; an address would differ in every run.
     return f"<{type(value).__qualname__}>" if " at 0x" in text else text

@@ -1,4 +1,4 @@
-"""A model and its example inputs as a user passes them, checked before they are exported."""
+"""Checks of a model and its example inputs, as a user passes them, before the export."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _INPUTS = "inputs are tensors, numbers, text and None, in lists, tuples and dict
 
 
 def check_model(model: Any) -> None:
-    """Raise :class:`ArgumentError` unless ``model`` is a module, complete, that nothing else
-    parallelises."""
+    """Raise :class:`ArgumentError` unless ``model`` is a complete module that is not parallelised
+    otherwise."""
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"model={type(model).__name__}: expected a torch.nn.Module")
     over_data = (
-        "over more ranks pass compile a mesh with an axis dp_replicate (as DistributedDataParallel "
-        "does) or dp_shard (as FSDP does) beside tp"
+        "for data parallelism, pass compile a mesh with an axis dp_replicate (as "
+        "DistributedDataParallel does) or dp_shard (as FSDP does) in addition to tp"
     )
     for name, module in model.named_modules():
         where = f"model.{name}" if name else "model"
@@ -39,13 +39,14 @@ def check_model(model: Any) -> None:
                 f"{where} is wrapped in {type(module).__name__}: compile the model inside it, "
                 f"{where}.module; {over_data}"
             )
-        # FSDP2 changes the class of the module itself. One that is compiled here tells more below.
+        # FSDP2 changes the class of the module itself. A module compiled by sp_compiler gets a more
+        # specific error later.
         if isinstance(module, FSDPModule) and not hasattr(module, "_sp_layout"):
             raise ArgumentError(
                 f"fully_shard or replicate was applied to {where}: compile the model without it; "
                 f"{over_data}"
             )
-        # Of torch.compile's wrapper, whose class is private.
+        # The attribute identifies torch.compile's wrapper, whose class is private.
         if isinstance(getattr(module, "_orig_mod", None), nn.Module):
             raise ArgumentError(
                 f"{where} is wrapped by torch.compile: compile the model inside it, "
@@ -80,7 +81,7 @@ def checked_inputs(model: Any, example_inputs: Any) -> tuple[tuple[Any, ...], di
             "example_inputs: expected (args, kwargs), a tuple of a tuple and a dict, such as "
             f"((), {{'input_ids': ids}}) or ((x, y), {{}}); got {got}"
         )
-    # Copies, for a caller may go on to change its own.
+    # Copies, since a caller may change its own afterwards.
     args, kwargs = tuple(example_inputs[0]), dict(example_inputs[1])
     bound_call(model.forward, args, kwargs, "example_inputs")
     return args, kwargs
@@ -89,10 +90,10 @@ def checked_inputs(model: Any, example_inputs: Any) -> tuple[tuple[Any, ...], di
 def bound_call(
     forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], caller: str
 ) -> inspect.BoundArguments:
-    """Bind the arguments of a call of ``forward``, a model's.
+    """Bind the arguments of a call of a model's ``forward``.
 
     Args:
-        caller: what gives the arguments, for the error.
+        caller: name of the source of the arguments, for the error.
 
     Raises:
         ArgumentError: ``forward`` does not take them.
@@ -107,11 +108,11 @@ def bound_call(
 def unordered_keywords(forward: Callable[..., Any]) -> Container[str] | None:
     """Return the keyword arguments whose order ``forward`` cannot see; ``None`` for all.
 
-    What it takes under any name (``**modalities``) is a dict in the order of the call.
+    Arguments collected by ``**modalities`` are a dict in the order of the call.
     """
     parameters = inspect.signature(forward).parameters.values()
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    # By kind: of ``forward(x, /, **more)`` a keyword may be named ``x`` or ``more``.
+    # By kind: for ``forward(x, /, **more)`` a keyword may be named ``x`` or ``more``.
     by_keyword = {
         each.name
         for each in parameters
@@ -121,8 +122,8 @@ def unordered_keywords(forward: Callable[..., Any]) -> Container[str] | None:
 
 
 def sorted_keywords(kwargs: Mapping[str, Any], unordered: Container[str] | None) -> dict[str, Any]:
-    """Return ``kwargs`` in an order that two calls share if they mean the same: those that are
-    ``unordered`` by name, then the others as they are given; ``None``: all by name."""
+    """Return ``kwargs`` in an order that is the same for equivalent calls: those in ``unordered``
+    sorted by name, then the others in the given order; ``None``: all sorted by name."""
     if unordered is None:
         return dict(sorted(kwargs.items()))
     others = {name: value for name, value in kwargs.items() if name not in unordered}
@@ -146,11 +147,13 @@ def refuse_inputs(names: Sequence[str], leaves: Sequence[Any]) -> None:
 def refused_by_export(
     error: Exception, names: Sequence[str], leaves: Sequence[Any]
 ) -> CaptureError | None:
-    """Name the input whose class ``torch.export`` does not take, if ``error`` says so."""
+    """Return an error that names the input whose class ``torch.export`` does not accept, if that
+    is the reason of ``error``."""
     for name, leaf in zip(names, leaves, strict=True):
         if str(error).startswith(f"Unsupported input type {type(leaf)}"):
             return CaptureError(
-                f"{name} is of {type(leaf)}: {_INPUTS}\n  {ADVICE}pass what forward needs of it; "
+                f"{name} is of {type(leaf)}: {_INPUTS}\n  {ADVICE}pass the parts of it that "
+                "forward needs; "
                 "for a class of your own call torch.export.register_dataclass(YourClass) once "
                 "before compiling, or torch.utils._pytree.register_pytree_node for a container"
             )
@@ -158,9 +161,9 @@ def refused_by_export(
 
 
 def argument_text(value: Any) -> str:
-    """Return what a user needs to know of an argument's value: ``int64 (2, 96)``, ``list [3, 5]``.
+    """Return a short text for the value of an argument: ``int64 (2, 96)``, ``list [3, 5]``.
 
-    Of tensors that is the dtype and the shape, of others the type and the beginning of the value.
+    It has the dtype and the shape of a tensor, else the type and the beginning of the value.
     """
     text = _text(value)
     if isinstance(value, (Mapping, list, tuple)):
@@ -184,12 +187,12 @@ def about_arguments(
     latest: Mapping[str, str],
     known: Collection[str],
 ) -> CaptureError:
-    """Return ``error`` with what there is to say of the call's arguments.
+    """Return ``error`` with notes about the arguments of the call.
 
     Args:
-        error: of the capture.
-        arguments: name to text of the arguments.
-        latest: those of the call that was compiled last; empty if there is none.
+        error: raised by the capture.
+        arguments: the text of each argument by name.
+        latest: the same for the call that was compiled last; empty if there is none.
         known: names in the signature of the model's forward.
     """
     unnamed = [name for name in arguments if name not in known]
@@ -204,5 +207,5 @@ def about_arguments(
         said += f"\n  arguments that forward takes under any name: {', '.join(unnamed)}"
     if differences:
         said += f"\n  compiled for other arguments: {'; '.join(differences)}"
-        rest = f"pass arguments as in the call before; if these are meant, {rest}"
+        rest = f"pass arguments as in the previous call; if these are intended, {rest}"
     return CaptureError(f"{said}\n  {ADVICE}{rest}" if rest else said)

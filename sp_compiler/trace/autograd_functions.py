@@ -1,9 +1,9 @@
 """Functions of the model with their own backward (``torch.autograd.Function``).
 
-Export would trace through their forward and lose their backward. Instead, during capture each call
-is recorded as the operator ``sp_compiler_function::apply`` instead, whose kernel is composite: when
-a region is differentiated, the function itself runs again, and the operators of its forward and
-backward are traced like any others.
+Export would trace through their forward and lose their backward. Therefore the capture records each
+call as the operator ``sp_compiler_function::apply``, whose kernel is composite: when a region is
+differentiated, the function itself runs again, and the operators of its forward and backward are
+traced like any others.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _library = torch.library.Library("sp_compiler_function", "DEF")
 _library.define("apply(Tensor[] inputs, int call) -> Tensor[]")
 _APPLY = torch.autograd.Function.__dict__["apply"]
 
-# Operators that pointwise functions may use beside those that torch tags as pointwise.
+# Operators that pointwise functions may use in addition to those that torch tags as pointwise.
 _KEEP_SHAPE = frozenset(
     {
         "clone",
@@ -48,7 +48,7 @@ _KEEP_SHAPE = frozenset(
 _TENSOR = object()  # in place of a tensor among returned leaves
 # Operators that turn a constant of the code into a tensor.
 _LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
-# Two shapes of each rank that share no size: a number made of a size differs between them.
+# Two shapes of each rank that share no size: a number computed from a size differs between them.
 _PROBES = ((3, 5, 7, 11, 13, 17), (4, 6, 8, 10, 12, 14))
 
 
@@ -59,7 +59,7 @@ class FunctionCall:
     Attributes:
         function: the user's class.
         spec: pytree structure of ``(args, kwargs)``.
-        leaves: those leaves, with ``None`` for each tensor.
+        leaves: the leaves of ``(args, kwargs)``, with ``None`` for each tensor.
         positions: positions of the tensors among the leaves.
         autocast: the autocast states that were active around the call.
         returned: the leaves that the function returned, with ``_TENSOR`` for tensors, and their
@@ -81,9 +81,9 @@ class FunctionCall:
         for position, value in zip(self.positions, inputs, strict=True):
             leaves[position] = value
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        # As it was around the call: the casts inside the function are not in the graph yet.
+        # The autocast around the call: the casts inside the function are not in the graph yet.
         with under_autocast(self.autocast):
-            # The original ``apply``: the patched one would record the call once more.
+            # The original ``apply``: the patched one would record the call again.
             result = _APPLY.__get__(None, self.function)(*args, **kwargs)
         leaves, spec = pytree.tree_flatten(result)
         self.returned = [_TENSOR if isinstance(x, Tensor) else x for x in leaves], spec
@@ -98,8 +98,8 @@ class FunctionCall:
         return pytree.tree_unflatten(returned, spec)
 
 
-# An operator of torch takes numbers and tensors: a graph names a call by number. The calls belong
-# to the captures and programs whose graphs name them, and go with them.
+# An operator can take only numbers and tensors, so a graph refers to a call by number. The captures
+# and programs with these graphs own the calls, which are freed with them.
 _CALLS: WeakValueDictionary[int, FunctionCall] = WeakValueDictionary()
 _NUMBERS = itertools.count()
 
@@ -112,13 +112,13 @@ _library.impl("apply", _kernel, "CompositeImplicitAutograd")
 
 
 def function_name(call: int) -> str:
-    """Name of the user's class."""
+    """Return the name of the user's class."""
     return _CALLS[call].function.__name__
 
 
 def may_be_same(one: int, other: int) -> bool:
-    """Return whether two numbers may refer to equal calls: functions of one name with the same
-    plain constants. Nothing is known about calls that no longer exist."""
+    """Return whether two numbers may refer to equal calls: functions of the same name with the same
+    plain constants. Calls that no longer exist may be equal to any."""
     if one == other or one not in _CALLS or other not in _CALLS:
         return True
     first, second = _CALLS[one], _CALLS[other]
@@ -131,14 +131,14 @@ def may_be_same(one: int, other: int) -> bool:
 
 @contextlib.contextmanager
 def recorded_functions() -> Iterator[list[FunctionCall]]:
-    """Record calls of autograd functions as operators; yields the calls, for the capture."""
+    """Record calls of autograd functions as operators; yields the list of calls."""
     recorded: list[FunctionCall] = []
 
     def apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         return _record(recorded, function, args, kwargs)
 
-    # torch internals: Function.apply. Export traces through it and takes the forward's own
-    # derivative for the function's; there is no hook to stop at a call of one.
+    # torch internals: Function.apply. Export traces through it, and the derivative of the forward
+    # would replace the function's; there is no hook to intercept the call.
     with mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):
         yield recorded
 
@@ -159,8 +159,8 @@ def _record(
     constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     number, call = numbered(FunctionCall(function, spec, constants, positions, autocast_state()))
     recorded.append(call)
-    # torch internals: _version, which every write into a tensor increments; nothing else shows that
-    # a function writes into its inputs.
+    # torch internals: _version, which every write into a tensor increments; there is no other sign
+    # that a function writes into its inputs.
     versions = [x._version for x in inputs]
     with _Watched(function, inputs):
         outputs = torch.ops.sp_compiler_function.apply(inputs, number)
@@ -173,21 +173,20 @@ def _record(
 
 
 def _without_checkpoint(run: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-    """Call what the reentrant form of ``torch.utils.checkpoint`` is given, whose backward is its
-    own."""
-    # That form's forward runs it under no_grad. Its results need a gradient, and parameters inside
-    # get theirs, if one of the tensors that it is given needs one.
+    """Call the function that is passed to the reentrant form of ``torch.utils.checkpoint``."""
+    # That form is an autograd function whose forward runs the function under no_grad. Results
+    # require a gradient, and parameters inside get theirs, only if an argument requires one.
     flows = any(isinstance(x, Tensor) and x.requires_grad for x in args)
     with contextlib.nullcontext() if flows else torch.no_grad():
         return run(*args)
 
 
 def numbered(call: FunctionCall) -> tuple[int, FunctionCall]:
-    """Return the number of ``call`` in graphs, and the call that has it, to be kept alive.
+    """Return the number of ``call`` in graphs, and the call with that number, to be kept alive.
 
     Equal calls share a number, so that equal layers stay equal.
     """
-    # A list: a call of another capture may be collected while the dictionary is read.
+    # A list, since a call of another capture may be garbage-collected during the iteration.
     for number, known in list(_CALLS.items()):
         if _key(call) == _key(known) and all(map(_is_same, call.leaves, known.leaves)):
             return number, known
@@ -201,20 +200,20 @@ def _key(call: FunctionCall) -> tuple[Any, ...]:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    # By text, in which NaN is NaN and -0.0 is not 0.0. Other objects by identity: their own
-    # comparison is code of the user's.
+    # By text, in which NaN equals NaN and -0.0 differs from 0.0. Other objects by identity: their
+    # comparison is user code.
     plain = type(one) is type(other) and isinstance(one, (int, float, str))
     return one is other or (plain and repr(one) == repr(other))
 
 
 class _Watched(TorchDispatchMode):
-    """Mode that refuses random numbers, which the next run would draw again, and tensors that are
+    """Mode that refuses random numbers, which the next run would draw anew, and tensors that are
     not arguments, whose gradients would be lost."""
 
     def __init__(self, function: type, inputs: Sequence[Tensor]) -> None:
         super().__init__()
         self._name = f"{function.__name__}, a torch.autograd.Function,"
-        self._known = {id(x): x for x in inputs}  # kept, so that no id is used again
+        self._known = {id(x): x for x in inputs}  # kept alive, so that no id is reused
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -228,18 +227,18 @@ class _Watched(TorchDispatchMode):
                 f"{self._name} uses a tensor that it is not given ({func}); pass it to apply()"
             )
         result = func(*args, **(kwargs or {}))
-        # Results are given, too: of the function's own computation.
+        # Results of the function's own operators may be used as well.
         made = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
         self._known.update((id(x), x) for x in made)
         return result
 
 
 def is_pointwise_function(call: int, rank: int, dtypes: tuple[torch.dtype, ...]) -> bool:
-    """Return whether forward and backward of a recorded call, with operands of one shape, are
+    """Return whether forward and backward of a recorded call, with operands of equal shape, are
     pointwise.
 
     Both are traced at two shapes. All operators must be pointwise, on values of that shape or on
-    numbers, and the same at both shapes, so that no number depends on a size.
+    scalars, and the same at both shapes, so that no number depends on a size.
     """
     answers = _CALLS[call].pointwise
     if (rank, dtypes) not in answers:
@@ -250,7 +249,7 @@ def is_pointwise_function(call: int, rank: int, dtypes: tuple[torch.dtype, ...])
 def _keeps_shapes(call: int, rank: int, dtypes: tuple[torch.dtype, ...]) -> bool:
     try:
         first, second = (_traced(_CALLS[call], shape[:rank], dtypes) for shape in _PROBES)
-    except Exception:  # the user's code may raise anything for shapes that are not its own
+    except Exception:  # the user's code may raise anything for shapes other than its own
         return False
     return first is not None and first == second
 
@@ -287,7 +286,7 @@ def _pointwise(module: GraphModule) -> bool:
     (shape,) = {node.meta["val"].shape for node in module.graph.find_nodes(op="placeholder")}
     for node in module.graph.nodes:
         if node.op == "get_attr":
-            return False  # a tensor of the function's own, whose dims nobody knows
+            return False  # a constant tensor of the function, whose dims are unknown
         if node.op != "call_function":
             continue
         target, value = node.target, node.meta.get("val")

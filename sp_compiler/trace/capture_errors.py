@@ -1,4 +1,4 @@
-"""What an exception of the capture says to a user."""
+"""Errors that tell a user why a model could not be captured, and what to do."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from sp_compiler.trace.decisions import Reads, is_data_dependent
 ADVICE = "what to do: "
 """Beginning of the last line of an error of the capture."""
 
-# How torch names an operator whose arguments are functions, in two errors about them.
+# How torch's errors name an operator whose arguments are functions: two forms.
 _HIGHER_ORDER = re.compile(
     r"Higher Order Operator: (?:torch\.(?:ops\.higher_order\.)?)?(\w+)|HigherOrderOperator (\w+)"
 )
 
-# Torch 2.11 gets as far as comparing an object of an unknown class with a constant.
+# Torch 2.11 fails only where it compares an object of an unknown class with a constant.
 _UNKNOWN_CLASS = ("register a pytree", "register_dataclass", "unhashable type")
 _REGISTER = (
     "what goes in and out of forward must be tensors, numbers, strings and None in tuples, lists, "
@@ -41,8 +41,8 @@ def capture_error(
         return UnsupportedError(f"{error}\n{where}".rstrip())
     text = (str(error).strip().splitlines() or [""])[0]
     if is_data_dependent(error):
-        # Torch's text is about symbols of its own. Without a read, it is a shape that is unknown.
-        known = "a branch, loop or size in the forward depends on the numbers in a tensor"
+        # Torch's text is about its internal symbols. Without a read, a shape is unknown.
+        known = "a branch, loop or size in the forward depends on the values in a tensor"
         line = where.strip().rpartition("\n")[2].strip()
         text = reads.text() if reads.refused is not None else f"{known}: {line}"
         advice = (
@@ -58,35 +58,35 @@ def capture_error(
 
 
 def _explained(error: Exception, text: str) -> tuple[str, str]:
-    """Return what to say of an error whose first line is ``text``, and what to do about it."""
+    """Return a message for an error whose first line is ``text``, and what to do about it."""
     advice = (
         "the model's forward must run as it is on these inputs; run it once without compiling. If "
         "that works, look for torch.compiler.is_compiling() in it, which is True here"
     )
     if isinstance(error, DynamicOutputShapeException):  # lstsq
-        text = f"the size of a result of {error.func} depends on the numbers in a tensor"
+        text = f"the size of a result of {error.func} depends on the values in a tensor"
         advice = "let the model return the operands, and call this operator outside of forward"
     if ".numpy()" in text:
         advice = (
-            "a traced tensor has no numbers for NumPy; compute with torch's functions in forward"
+            "a traced tensor has no values for NumPy; compute with torch's functions in forward"
         )
     if "fake tensor in the exported program" in text:
         text = (
-            "a value got past the tracer, as a gradient taken in forward does, and what "
-            "out_dims of torch.vmap moves"
+            "the tracer missed a value, such as a gradient computed in forward or a dim moved by "
+            "out_dims of torch.vmap"
         )
         advice = (
-            "take gradients outside of forward; move the dim of a result of torch.vmap by movedim"
+            "compute gradients outside of forward; move a dim of torch.vmap's result with movedim"
         )
-    # torch internals: aot_export_joint_simple and its like, of arguments with one base.
+    # torch internals: aot_export_joint_simple and similar functions, for arguments with one base.
     if "expected compiled_fn to be GraphModule" in text:
-        text = "forward writes into a tensor that shares its memory with another that it is given"
+        text = "forward writes into a tensor that shares memory with another of its arguments"
         advice = (
-            "pass a copy (clone()) of one of them, or make the one of the other in forward; for an "
+            "pass a copy (clone()) of one of them, or make one from the other in forward; for an "
             "embedding with max_norm, which writes into its weight, rescale that outside of forward"
         )
     if named := _HIGHER_ORDER.search(str(error)):
-        text = f"{named[1] or named[2]} calls functions that no sharding rule sees into"
+        text = f"{named[1] or named[2]} calls functions, inside which sharding rules do not apply"
         advice = (
             "compute both sides and choose with torch.where; write a loop over tokens in Python"
         )
@@ -96,9 +96,10 @@ def _explained(error: Exception, text: str) -> tuple[str, str]:
 
 
 def users_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Return ``trace`` without the frames of PyTorch and sp_compiler around a frame of the user's.
+    """Return ``trace`` without the frames of PyTorch and sp_compiler around the user's frames.
 
-    Between two calls of a model's modules there are a dozen of the capture, of no use to a user.
+    Between two calls of a model's modules there are a dozen frames of the capture, which are of no
+    use to a user.
     """
     frames = []
     while trace is not None:
@@ -107,7 +108,7 @@ def users_frames(trace: TracebackType | None) -> TracebackType | None:
     own = [not in_library(f.tb_frame.f_code.co_filename) for f in frames]
     kept: TracebackType | None = None
     for index in reversed(range(len(frames))):
-        # Behind the last of the user's all stay: they are where it failed.
+        # All frames after the user's last one stay: they are where it failed.
         if own[index] or not any(own[index:]):
             frame = frames[index]
             kept = TracebackType(kept, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
@@ -120,7 +121,7 @@ def _user_frame(model: nn.Module, trace: TracebackType | None) -> str:
     """
     names = {id(module): name for name, module in model.named_modules()}
     text = inner = ""
-    # Outermost first: the last frame that fits is kept.
+    # Outermost first: the last match is kept.
     for frame, line in traceback.walk_tb(trace):
         filename = frame.f_code.co_filename
         first = frame.f_code.co_varnames[:1]  # the name that the user gave to "self"

@@ -1,4 +1,4 @@
-"""What is not functional in a joint graph: writes, constants, checks of matrix factorizations."""
+"""Parts of a joint graph that are not functional: writes, constants, checks of factorizations."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _TOKEN_INPUTS = (ForwardTokenAOTInput, BackwardTokenAOTInput)
 _TOKEN_OUTPUTS = (ForwardTokenAOTOutput, BackwardTokenAOTOutput)
 _CHECK_ERRORS = torch.ops.aten._linalg_check_errors.default
 
-# Operators whose kernels and derivatives are known. Only functionalization sees what those of a
-# user's operator or autograd function write, and in which order they have effects.
+# Namespaces of operators whose kernels and derivatives are known. Only functionalization can tell
+# what a user's operator or autograd function writes, and the order of its effects.
 _KNOWN = ("aten", "sp_compiler")
 
 
@@ -38,8 +38,8 @@ def has_effects(graph: fx.Graph) -> bool:
 def has_writes(traced: fx.Graph) -> bool:
     """Return whether a graph that was traced without functionalization needs it.
 
-    Some derivatives write into what they have just made, as that of ``clamp`` does. Factorizations
-    have a check without a result, which is kept as an effect or not at all.
+    Some derivatives, such as that of ``clamp``, write into a tensor that they have just made.
+    Factorizations have a check without a result, which is kept only as an effect.
     """
     schemas = [getattr(node.target, "_schema", None) for node in traced.nodes]
     return any(
@@ -50,10 +50,10 @@ def has_writes(traced: fx.Graph) -> bool:
 
 
 def drop_defaults(traced: fx.Graph) -> None:
-    """Drop operands that are given as ``None`` and are so by default.
+    """Drop keyword arguments that are ``None`` if that is their default.
 
-    Functionalization drops them. Without it they stay where a derivative in C++ passes a tensor
-    that is not there.
+    Functionalization drops them. Without it they stay where a derivative in C++ passes an undefined
+    tensor.
     """
     for node in traced.nodes:
         for argument in getattr(getattr(node.target, "_schema", None), "arguments", ()):
@@ -63,7 +63,7 @@ def drop_defaults(traced: fx.Graph) -> None:
 
 
 def copied_constant(node: fx.Node, graph: fx.Graph) -> fx.Node:
-    """Make what an autograd function of the user's makes by ``torch.tensor(number)``."""
+    """Make the constant that a user's autograd function makes with ``torch.tensor(number)``."""
     (value,) = (user.meta["val"] for user in list(node.users)[:1])
     tensor = getattr(node.graph.owning_module, str(node.target))
     number = tensor.flatten()[:1].tolist()
@@ -82,7 +82,7 @@ def let_factorizations_raise(traced: fx.Graph, region: Region) -> None:
     """Make factorizations raise for singular matrices if they do so in the model.
 
     Up to PyTorch 2.12 the trace loses their check, which is an operator without a result. A model
-    that asks for an error code reads the code itself.
+    that requests the error code (``*_ex``) reads it itself.
     """
     asked = {node.target for node in region.module.graph.nodes}
     for node in traced.nodes:
@@ -103,7 +103,7 @@ def drop_effects(traced: fx.Graph) -> None:
             token, effect, *args = node.args
             if effect is not _CHECK_ERRORS:
                 raise UnsupportedError(
-                    f"{effect} is registered as having effects, in an order; a compiled model runs "
+                    f"{effect} is registered as having ordered effects; a compiled model runs only "
                     "what its outputs need: call it outside of the compiled model\n"
                     f"{node_origin(node)}"
                 )
@@ -118,7 +118,7 @@ def drop_effects(traced: fx.Graph) -> None:
         factorization = args[0].args[0]
         factorization.update_kwarg("check_errors", True)
         traced.erase_node(node)
-    # Tokens come back as outputs, and nothing makes them any more.
+    # Tokens are also outputs, and no node computes them any more.
     output = traced.output_node()
     returned = zip(output.args[0], output.meta["desc"], strict=True)
     kept = [(value, desc) for value, desc in returned if not isinstance(desc, _TOKEN_OUTPUTS)]

@@ -26,7 +26,7 @@ from sp_compiler.trace.autograd_functions import FunctionCall, recorded_function
 from sp_compiler.trace.tracer_patches import fix_states_of_lstms, patched_tracers
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# Warnings per model, so that its captures for several shapes give each of them once.
+# Warnings given per model, so that captures for several shapes give each warning once.
 _WARNED: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 
 
@@ -52,11 +52,11 @@ def check_capturable(model: nn.Module) -> None:
                 "remove them, and put them on the compiled module afterwards: hooks run there on "
                 "the whole model, its blocks and parameters"
             )
-            # weight_norm, spectral_norm, pruning: they compute the weight, and are no observers.
+            # weight_norm, spectral_norm, pruning: they compute the weight, so they must run inside.
             if any(_module_of(hook).startswith("torch.nn.utils.") for hook in lost.values()):
                 advice = (
-                    "remove them (remove_weight_norm and its like), and use "
-                    "torch.nn.utils.parametrizations or parametrize instead, which need none"
+                    "remove them (remove_weight_norm, for example), and use "
+                    "torch.nn.utils.parametrizations or parametrize instead, which need no hooks"
                 )
             raise UnsupportedError(
                 f"module {name!r} ({type(module).__name__}) has hooks ({', '.join(lost)}), which "
@@ -71,14 +71,14 @@ def _module_of(hook: Any) -> str:
 def _is_captured(hook: Any) -> bool:
     """Return whether a hook is part of the forward, and therefore of the graph.
 
-    Transformers collects routers' logits with such hooks, which stay on the model after its first
-    call.
+    Transformers collects the logits of routers with such hooks, which stay on the model after its
+    first call.
     """
     return _module_of(hook).partition(".")[0] == "transformers" and not _is_without_effect(hook)
 
 
 def _is_without_effect(hook: Any) -> bool:
-    """Return whether dropping a hook changes neither a number nor a parameter's gradient.
+    """Return whether dropping a hook changes no value and no parameter's gradient.
 
     Transformers has such a hook, which makes the embeddings of a checkpointed model require a
     gradient.
@@ -96,10 +96,10 @@ def export_context(
     caller's grad mode; autocast does not change.
 
     Args:
-        use_cache: the caller's argument, if there is one; a cache is refused with a warning.
+        use_cache: the caller's argument, if given; a cache is ignored with a warning.
 
     Yields:
-        The calls of autograd functions, a list that grows while the model is exported.
+        The list of calls of autograd functions, which grows while the model is exported.
     """
     fix_states_of_lstms()
     with contextlib.ExitStack() as stack:
@@ -124,29 +124,30 @@ def export_context(
 
 
 def warn_of_attributes(model: nn.Module, settled: Settled, outside: Mapping[str, str]) -> None:
-    """Warn of attributes, and of numbers ``outside`` of the model, that forward changes and a
+    """Warn of attributes, and of numbers ``outside`` of the model, that forward changes but a
     compiled call does not."""
     if outside:
         names = ", ".join(f"{name} ({how})" for name, how in outside.items())
         message = (
-            "forward changes numbers outside of the model; what depends on them stays as it is"
+            "forward changes numbers outside of the model; results that depend on them stay as "
+            "they are"
         )
-        _warn_once(model, f"{message} now: {names}. Keep them in a tensor of register_buffer")
+        _warn_once(model, f"{message} now: {names}. Keep them in a buffer (register_buffer)")
     if settled.lost:
         _warn_once(
             model,
             "forward changes attributes of the model, and the compiled model will not: "
-            f"{', '.join(f'{name} ({how})' for name, how in settled.lost.items())}. What depends "
-            "on them stays as it is now. Keep state that changes in a tensor of register_buffer, "
-            "and change that in place",
+            f"{', '.join(f'{name} ({how})' for name, how in settled.lost.items())}. Results that "
+            "depend on them stay as they are now. Keep state that changes in a buffer "
+            "(register_buffer), and change it in place",
         )
     counted = [str(each) for each in settled.stored if each.how == "decide" and _is_count(each)]
     if counted:
         _warn_once(
             model,
             f"forward computes with numbers that it changes: {', '.join(counted)}. The model is "
-            "compiled anew for each of their values; keep such a number in a tensor of "
-            "register_buffer, and change that in place",
+            "compiled again for each of their values; keep such a number in a buffer "
+            "(register_buffer), and change it in place",
         )
 
 
@@ -165,7 +166,7 @@ def _without_hooks(model: nn.Module) -> Iterator[None]:
     ]
     for module, kind, hooks in saved:
         # torch internals: the four dictionaries of hooks on modules. Export calls hooks and records
-        # what they do; a module has no public way to set hooks aside and to put them back in order.
+        # their operations; a module has no public way to remove hooks and to restore their order.
         candidates = {} if module is model else hooks
         part_of_forward = ((key, hook) for key, hook in candidates.items() if _is_captured(hook))
         setattr(module, kind, OrderedDict(part_of_forward))
@@ -180,16 +181,17 @@ def _without_hooks(model: nn.Module) -> Iterator[None]:
 def without_cache(model: nn.Module, *, asked: bool | None) -> Iterator[None]:
     """Force ``config.use_cache`` off: a key/value cache cannot leave a captured graph.
 
-    ``asked``: the caller's argument ``use_cache``, which overrides the config's; ``None`` without.
+    ``asked``: the caller's argument ``use_cache``, which overrides the config's; ``None`` if it is
+    not given.
     """
-    # By identity: parts of a model share its config, or have configs that are equal.
+    # By identity: parts of a model may share its config, or have equal ones.
     configs: dict[int, Any] = {}
     for module in model.modules():
         config = getattr(module, "config", None)
         if getattr(config, "use_cache", False) is True:
             configs[id(config)] = config
-    # By rank 0 alone, for every rank has the same configuration. Other warnings are of the module
-    # that a rank captures, which may be a stage that rank 0 does not have.
+    # Only on rank 0, since every rank has the same configuration. Other warnings are about the
+    # module that a rank captures, which may be a stage that rank 0 does not have.
     is_missed = bool(configs) and _keeps_cache(model) if asked is None else asked
     if is_missed and not (dist.is_initialized() and dist.get_rank()):
         _warn_once(model, "use_cache=True is ignored: a compiled model keeps no cache")
@@ -204,8 +206,9 @@ def without_cache(model: nn.Module, *, asked: bool | None) -> Iterator[None]:
 
 def _keeps_cache(model: nn.Module) -> bool:
     """Return whether a model with ``config.use_cache`` would return a cache."""
-    # The configuration of an encoder has use_cache=True as well, and is_decoder=False is that of
-    # many decoders; their attention knows. Layers without attention, such as Mamba's, say nothing.
+    # The configuration cannot tell: an encoder's has use_cache=True too, and that of many decoders
+    # has is_decoder=False. Attention modules can. Layers without attention, such as Mamba's, have
+    # no such flag.
     flags = [
         vars(module)[name]
         for module in model.modules()
@@ -225,8 +228,8 @@ def _warn_once(model: nn.Module, message: str) -> None:
 @contextlib.contextmanager
 def _without_torch_warnings() -> Iterator[None]:
     """Silence warnings of torch.export about its own code, which users cannot fix."""
-    # About the symbols of numbers that a forward reads, and shapes that do not fit: our error names
-    # the line of the model.
+    # About symbols of numbers that a forward reads, and mismatched shapes: our error names the line
+    # of the model.
     names = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
     logs = [logging.getLogger(name) for name in names]
     for log in logs:
@@ -234,7 +237,7 @@ def _without_torch_warnings() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)
-            # Given in the user's terms instead, see warn_of_attributes.
+            # warn_of_attributes gives it in the user's terms.
             warnings.filterwarnings("ignore", r"The tensor attributes? .* assigned during export")
             yield
     finally:
@@ -263,30 +266,30 @@ def _without_tensor_hooks() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _integers_drawn_by_randint() -> Iterator[None]:
-    """Make ``random_`` with bounds draw with ``randint``: its overload is called ``from``, a
-    keyword that generated Python cannot use as an attribute."""
+    """Make ``random_`` with bounds draw with ``randint``: its overload is named ``from``, a keyword
+    that generated Python cannot use as an attribute."""
     original = torch.Tensor.random_
 
     def random_(tensor: Any, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
-        # By name, for they come in any order.
+        # By name, since they may come in any order.
         bounds = (*args, *[kwargs[name] for name in ("from", "to") if name in kwargs])
         if not bounds or None in bounds or generator is not None:
             return original(tensor, *args, generator=generator, **kwargs)
         return tensor.copy_(torch.randint_like(tensor, *bounds))
 
-    # torch internals: Tensor.random_. It has no other way to set aside an overload.
+    # torch internals: Tensor.random_. There is no other way to replace one overload.
     with mock.patch.object(torch.Tensor, "random_", random_):
         yield
 
 
 @contextlib.contextmanager
 def _without_proxies_of_modules() -> Iterator[None]:
-    """Give the forward the model's own modules where one of them has two names, as an activation
-    that layers share.
+    """Give the forward the model's own modules where one of them has two names, such as an
+    activation that layers share.
 
-    Torch's tracer would put a new object in the place of each module whenever it is read, to tell
-    by which name: ``layer is self.layers[-1]`` and ``type(layer) is Layer`` would be false, what is
-    read of an attribute would go unseen, and a slice of a list would have layers of unknown names.
+    To know the name by which a module is read, torch's tracer would return a new proxy object for
+    it each time: ``layer is self.layers[-1]`` and ``type(layer) is Layer`` would be false, reads of
+    its attributes would go unseen, and a slice of a list would have layers of unknown names.
     """
     # torch internals: _ModuleStackTracer.enable_attr_proxy. The tracer sets it itself.
     never = property(lambda _: False, lambda _, wanted: None)
@@ -300,8 +303,8 @@ def _without_proxies_of_modules() -> Iterator[None]:
 def without_saved_tensor_hooks() -> Iterator[None]:
     """Context that disables hooks on saved tensors during compilation.
 
-    ``torch.utils.checkpoint`` counts what autograd saves through them; tracing saves tensors too,
-    in the first run and not in the second.
+    With them, ``torch.utils.checkpoint`` counts the tensors that autograd saves. Tracing saves
+    tensors too, but only in the first run, so the counts would differ.
     """
     aside = []
     while (pair := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
@@ -321,7 +324,7 @@ def _given_causal_hint() -> Iterator[None]:
     The mask itself is still used, so only a hint for faster kernels is lost.
     """
     # torch internals: nn.modules.transformer._detect_is_causal_mask. It reads values of the mask,
-    # which a fake tensor does not have; there is no argument that switches it off in every layer.
+    # which a fake tensor does not have; no argument turns it off in every layer.
     module = torch.nn.modules.transformer
     original = module._detect_is_causal_mask
     module._detect_is_causal_mask = lambda mask, is_causal=None, size=None: bool(is_causal)

@@ -49,10 +49,10 @@ def flatten_inputs(
     unordered: Container[str] | None = None,
 ) -> tuple[list[Any], pytree.TreeSpec]:
     """Return the leaves and the pytree structure of a call's inputs, independent of the order of
-    the keyword arguments that are ``unordered``; ``None``: of all."""
+    the keyword arguments in ``unordered``; ``None``: of all keyword arguments."""
     named = sorted_keywords(kwargs or {}, unordered)
     leaves = [*args, *named.values()]
-    # Nearly every call of a training loop: no structure to look for.
+    # Nearly every call of a training loop: there are no nested structures.
     if all(type(leaf) is Tensor for leaf in leaves):
         return leaves, _structure_of_tensors(len(args), tuple(named))
     return pytree.tree_flatten((tuple(args), named))
@@ -66,7 +66,8 @@ def _structure_of_tensors(num_args: int, names: tuple[str, ...]) -> pytree.TreeS
 def input_names(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
 ) -> list[str]:
-    """Return the user's names of the leaves of :func:`flatten_inputs`: ``x``, ``batch['ids']``."""
+    """Return the names that a user knows the leaves of :func:`flatten_inputs` by: ``x``,
+    ``batch['ids']``."""
     named = sorted_keywords(kwargs or {}, unordered_keywords(model.forward))
     paths, _ = pytree.tree_flatten_with_path((tuple(args), named))
     positional = [
@@ -96,9 +97,10 @@ def capture(
 
     Args:
         model: unmodified; its parameters may live on the ``meta`` device.
-        args: example positional arguments; of tensors only shape and type matter.
+        args: example positional arguments; only the shapes and dtypes of tensors matter, except for
+            values that forward reads.
         kwargs: example keyword arguments.
-        lift_casts: compute everything in a float64 model in float64, for comparisons without the
+        lift_casts: in a float64 model, compute everything in float64, for comparisons without the
             model's own rounding to float32.
         open_dims: leave the sizes of input dims open if the model allows it.
 
@@ -124,7 +126,7 @@ def capture(
 
     def attempt() -> tuple[Captured, Settled]:
         export, settled = run.settled(run.run())
-        # The graph holds the casts of autocast now; running its operators must not cast once more.
+        # The graph has the casts of autocast now; running its operators must not cast again.
         with without_autocast():
             captured = _captured(export, model, in_spec, leaves, lift_casts, open_dims)
         captured.functions = export.functions
@@ -150,7 +152,7 @@ def _captured(
 ) -> Captured:
     exported = export.exported
     index_strided(exported.graph_module.graph)  # while strides are those of the model's own code
-    # Placeholders get their final form first: the values computed from them are propagated last.
+    # Placeholders get their final form before values are propagated from them.
     compute_all_rows(exported.graph_module.graph)
     inline_sizes(exported.graph_module.graph)
     captured = _from_exported(exported, model, in_spec)
@@ -162,7 +164,7 @@ def _captured(
     if lift_casts:
         lift_casts_to_float64(captured)
     # view -> reshape: strides depend on the kernels, which are not those of the export, and a view
-    # that fits the strides of one does not fit those of another.
+    # that is valid for the strides of one kernel may not be for those of another.
     for node in calls(captured.module.graph, _aten.view.default, _aten._unsafe_view.default):
         node.target = _aten.reshape.default
     _propagate(captured.module.graph, export.reads)
@@ -170,7 +172,7 @@ def _captured(
 
 
 def _add_sizes(captured: Captured, leaves: Sequence[Any]) -> None:
-    """Find the open dims and put a placeholder for each in front of the others."""
+    """Find the open dims, and insert a placeholder for each before the others."""
     inputs = {
         ref.index: node
         for node, ref in zip(captured.placeholders, captured.refs, strict=True)
@@ -188,7 +190,7 @@ def _add_sizes(captured: Captured, leaves: Sequence[Any]) -> None:
     for size in sizes.distinct:
         with graph.inserting_before(first):
             node = graph.placeholder(size.name)
-        # In front of the others: a signature then begins with what its shapes are written in.
+        # First, so that a signature begins with the symbols in which its shapes are written.
         node.meta = {"val": size.value, "requires_grad": False}
         refs.append(Ref("size", size.name, size.leaf, size.dim))
     captured.refs = [*refs, *captured.refs]
@@ -198,25 +200,25 @@ def _add_sizes(captured: Captured, leaves: Sequence[Any]) -> None:
 def _as_examples(leaves: list[Any], model: nn.Module, open_dims: bool) -> list[Any]:
     """Return leaves for export: fresh tensors, on the meta device if the model is there.
 
-    They are never the caller's own tensors: export leaves marks on these, and reads the ``grad`` of
-    tensors that are results of a computation. A tensor that is passed twice (labels and input ids)
-    is cloned, because export would merge the two inputs; so is one that shares memory with another,
-    because a write to either would have to be visible in both, and one created in inference mode,
-    for which autograd cannot record anything.
+    They are never the caller's own tensors: export leaves marks on its inputs, and reads ``grad``
+    of tensors that are not leaves. Clones are made of a tensor that is passed twice (labels and
+    input ids), because export would merge the two inputs; of one that shares memory with another,
+    because a write to either would have to be visible in both; and of one created in inference
+    mode, for which autograd cannot record anything.
     """
     meta = any(parameter.is_meta for parameter in model.parameters())
     seen: set[Any] = set()
     examples = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            is_strided = leaf.layout is torch.strided  # others have no storage to look at
+            is_strided = leaf.layout is torch.strided  # other layouts have no storage
             memory = StorageWeakRef(leaf.untyped_storage()) if is_strided else id(leaf)
             is_new = memory not in seen and not leaf.is_inference()
             seen.add(memory)
             with torch.inference_mode(False):
                 example = leaf.detach() if is_new else leaf.detach().clone()
                 example = example.to("meta") if meta else example
-                # The stride of a slice, as ids[:, :-1], would be an open size that is of no dim.
+                # The stride of a slice such as ids[:, :-1] would be an open size that no dim has.
                 example = example.contiguous() if open_dims and is_strided else example
                 leaf = example.requires_grad_(leaf.requires_grad)
         examples.append(leaf)
@@ -235,7 +237,7 @@ def _from_exported(
     refs: list[Ref] = []
     first: dict[Ref, Node] = {}
     specs = exported.graph_signature.input_specs
-    # Tied tensors come as several placeholders: all uses move to the first, whose name is the one
+    # A tied tensor has several placeholders: all uses move to the first, whose name is the one
     # under which the parameter is stored.
     for node, spec in zip(graph.find_nodes(op="placeholder"), specs, strict=True):
         ref = _ref_of(spec, canonical, leaf_order)
@@ -246,7 +248,7 @@ def _from_exported(
         node.replace_all_uses_with(first.setdefault(ref, node))
         refs.append(ref)
     mutated = _mutated_last(graph.output_node(), exported.graph_signature.output_specs, canonical)
-    # Behind the model's own output the exported forward returned what it stores.
+    # After the model's own output, the exported forward returned what it stores in attributes.
     out_spec = exported.call_spec.out_spec.child(0)
     erase_dead(graph)
     refuse_subgraphs(graph)
@@ -257,7 +259,7 @@ def _from_exported(
 
 
 def _canonical_names(model: nn.Module) -> dict[str, str]:
-    """Map every name of a parameter or buffer to its first one in ``model.named_parameters()``."""
+    """Map every name of a parameter or buffer to its first name in ``model``."""
     tensors = [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
@@ -268,7 +270,7 @@ def _canonical_names(model: nn.Module) -> dict[str, str]:
 
 def _leaf_order(exported: ExportedProgram, in_spec: pytree.TreeSpec) -> list[int]:
     """Return for each input leaf of the exported program its index among those of ``in_spec``."""
-    # Export may have another order of keyword arguments: numbers are sent through both.
+    # Export may order keyword arguments differently: indices are unflattened by both specs.
     spec = exported.call_spec.in_spec
     args, kwargs = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
     _, names = pytree.tree_unflatten(range(spec.num_leaves), in_spec)
@@ -323,7 +325,7 @@ def _mutated_last(
 
 def _propagate(graph: Graph, reads: Reads) -> None:
     """Compute every value's shape, dtype and whether it requires a gradient."""
-    # Export's own values are of another fake mode, and do not tell what requires a gradient.
+    # Export's own values have another fake mode, and do not say what requires a gradient.
     mode = fake_mode_of(graph)
     for node in graph.nodes:
         if node.op != "call_function":
@@ -337,14 +339,14 @@ def _propagate(graph: Graph, reads: Reads) -> None:
                     f"{node_origin(node)}"
                 ) from error
             raise CaptureError(
-                f"the shape of a value depends on the numbers in a tensor ({node.target}); use "
+                f"the shape of a value depends on the values in a tensor ({node.target}); use "
                 f"masks and torch.where in place of boolean indexing\n{node_origin(node)}"
             ) from error
 
 
 def _make_fake(captured: Captured, leaves: list[Any], model: nn.Module) -> None:
     """Give every placeholder a value in one new fake mode; the ``meta`` device becomes the CPU."""
-    # One new mode for all values: those of export's own are of tensors that it made itself.
+    # One new mode for all values: export's fake tensors have its own mode.
     mode = FakeTensorMode(shape_env=captured.sizes.env if captured.sizes is not None else None)
     parameters = dict(model.named_parameters())
     for node, ref in zip(captured.placeholders, captured.refs, strict=True):
@@ -376,8 +378,8 @@ def _move_to_cpu(graph: Graph) -> None:
         source = node.args[0]
         assert isinstance(source, Node)
         dtype = source.meta["val"].dtype
-        # The CPU has no kernel for integers. Models with experts choose by device whether to cast,
-        # and on the meta device they did not.
+        # The CPU has no kernel for integers. Models with experts cast only on the CPU, so they did
+        # not on the meta device.
         if not dtype.is_floating_point:
             to = _aten._to_copy.default
             cast = functools.partial(make_call, graph, to, like=node, origin=Pass.EXPORT)

@@ -1,4 +1,4 @@
-"""One run of ``torch.export`` on a model, and other information from it."""
+"""One run of ``torch.export`` on a model, and the information recorded during it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from sp_compiler.trace.functionalize import functionalize
 from sp_compiler.trace.partly_meta import all_on_meta
 
 _T = TypeVar("_T")
-# What torch prints of a tensor without numbers.
+# How torch prints a tensor without values.
 _TRACED = re.compile(r"\b(Fake|Functional)Tensor\(")
 
 
@@ -52,8 +52,8 @@ class Export:
         functions: calls of autograd functions.
         reads: numbers that the forward reads from inputs and buffers.
         changes: attributes that the forward changed.
-        buffers: those that the forward sets.
-        outside: numbers outside of the model that it changes; by name, with the change.
+        buffers: buffers that the forward sets.
+        outside: changes of numbers outside of the model, as text by name.
         text: text of the exported graph.
     """
 
@@ -74,10 +74,10 @@ class ExportRun:
         model: unmodified.
         args, kwargs: examples.
         shapes: dynamic shapes of the inputs, if sizes are left open.
-        use_cache: the caller's argument; ``None`` without.
+        use_cache: the caller's argument; ``None`` if it is not given.
         leaves: real inputs.
-        rows: those that the forward chooses by numbers of inputs and buffers.
-        names: the user's names of these.
+        names: the user's names of the inputs.
+        rows: how to treat rows that the forward selects by values of inputs and buffers.
     """
 
     model: nn.Module
@@ -138,7 +138,7 @@ class ExportRun:
                 refuse_trained_constants(exported, reads.trained, trained)
             except ForeignDraw:
                 raise
-            except DataDependentError as error:  # its text has all that torch's would say
+            except DataDependentError as error:  # its text says as much as torch's would
                 raise capture_error(self.model, error, reads) from None
             except Exception as error:  # user code and export may raise anything
                 if refused := refused_by_export(error, self.names, self.leaves):
@@ -148,10 +148,10 @@ class ExportRun:
         return Export(exported, functions, reads, changes, buffers, outside, text)
 
     def attempted(self, attempt: Callable[[], _T]) -> _T:
-        """Return what ``attempt`` makes of this run, with rows counted if it fails without.
+        """Return the result of ``attempt``, repeated with rows counted if it fails without.
 
         Raises:
-            CaptureError: the attempt's; the first one, if both fail.
+            CaptureError: raised by the attempt; by the first one if both fail.
         """
         try:
             return attempt()
@@ -159,7 +159,7 @@ class ExportRun:
             if not self.rows.seen:
                 raise
             first = error
-        # A program holds for one count, so it is read only where nothing else helps.
+        # With a count, the program holds only for that count, so this is the last resort.
         self.rows.counted = True
         try:
             return attempt()
@@ -170,21 +170,23 @@ class ExportRun:
         """Decide what happens to the attributes that the forward changed in ``first``; may warn.
 
         Returns:
-            The export to use, which is another one if buffers stay with attributes, and this.
+            The export to use, which is a new one if buffers must stay because attributes of their
+            module do, and the decision.
         """
 
         def repeat(values: Mapping[Key, Any]) -> Changes | None:
             with changed_attributes(self.model, values):
                 try:
                     second = self.run()
-                # Whatever the model's own code raises where an attribute is not as it left it.
+                # The model's own code may raise anything if an attribute is not as it left it.
                 except Exception:
                     return None
             return second.changes if second.text == first.text else None
 
         settled = settle(first.changes, repeat)
-        # The forward sets both together: rotary tables, and the length that they are for. Sizes
-        # that the table had before say nothing: a counter may reach them by chance.
+        # A forward may set a table and the length that it is for together, as for rotary
+        # embeddings: then both stay. Sizes from before do not count, since a counter may reach them
+        # by chance.
         for each in list(settled.stored):
             lengths = first.buffers.lost_sizes.get(each.path, set())
             if each.how == "decide" and type(each.leaves[0]) is int and each.leaves[0] in lengths:
@@ -204,14 +206,13 @@ def open_shapes(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     shapes = ShapesCollection()
     for leaf in pytree.tree_leaves((args, kwargs)):
         if isinstance(leaf, Tensor):
-            # torch treats 0 and 1 as sizes of their own kind: no graph holds for them and for
-            # larger sizes alike.
+            # torch specializes sizes 0 and 1: no graph holds both for them and for larger sizes.
             shapes[leaf] = {dim: Dim.AUTO for dim, size in enumerate(leaf.shape) if size > 1}
     return shapes.dynamic_shapes(model, tuple(args), dict(kwargs))
 
 
 def _same_constants(one: ExportedProgram, other: ExportedProgram) -> bool:
-    """Compare the tensors that a forward has made of numbers, as by ``torch.from_numpy``."""
+    """Return whether constants made from data, as by ``torch.from_numpy``, are equal."""
     pairs = [(value, other.constants.get(name)) for name, value in one.constants.items()]
     return all(
         not isinstance(value, Tensor) or (isinstance(twin, Tensor) and torch.equal(value, twin))
@@ -221,8 +222,8 @@ def _same_constants(one: ExportedProgram, other: ExportedProgram) -> bool:
 
 def _name_all_users(module: GraphModule) -> None:
     """Complete the users of every node."""
-    # Where export inlines one of the graphs that it splits at autocast and no_grad, what this
-    # returns keeps the users outside of it alone.
+    # Where export inlines a subgraph that it has split off at autocast or no_grad, the results of
+    # the subgraph keep only their users outside of it.
     for part in (each for each in module.modules() if isinstance(each, GraphModule)):
         for node in part.graph.nodes:
             for source in node.all_input_nodes:
@@ -231,7 +232,7 @@ def _name_all_users(module: GraphModule) -> None:
 
 def _unfreeze(graph: Graph) -> None:
     """Allow comparisons of sizes to be recorded after the export."""
-    # Export freezes it at its end; a comparison then would be answered and forgotten.
+    # Export freezes the ShapeEnv at its end; a comparison would be answered but not recorded.
     env = getattr(fake_mode_of(graph), "shape_env", None)
     if env is not None:
         env.frozen = False
@@ -239,8 +240,8 @@ def _unfreeze(graph: Graph) -> None:
 
 def _write_eps(module: GraphModule) -> None:
     """Give norms the ``eps`` that their kernels take for operands of this dtype."""
-    # Otherwise the graph would be another function in float64, in which it is verified. What the
-    # model computes under an autocast of its own is still in a subgraph.
+    # Otherwise the graph would compute another function in float64, in which it is verified. Nodes
+    # under the model's own autocast are still in subgraphs.
     for part in (each for each in module.modules() if isinstance(each, GraphModule)):
         for node in calls(part.graph, torch.ops.aten.rms_norm.default):
             values, shape, weight, eps = arguments(node).values()
@@ -249,8 +250,8 @@ def _write_eps(module: GraphModule) -> None:
 
 
 def kernel_eps(eps: float | None, dtype: torch.dtype) -> float:
-    """Return the ``eps`` of ``torch.nn.functional.rms_norm``: torch rounds it to float32, in which
-    halves are computed too."""
+    """Return the ``eps`` of ``torch.nn.functional.rms_norm``: torch rounds it to float32, which is
+    also the precision of norms of half-precision operands."""
     if dtype == torch.float64:
         return torch.finfo(dtype).eps if eps is None else eps
     single = torch.finfo(torch.float32).eps if eps is None else eps

@@ -1,11 +1,11 @@
 """Random numbers that a forward does not draw from PyTorch, and seeds that it sets.
 
 A capture sees the number that ``random.random()`` returns, not the call: every step would compute
-with the same one. Where something draws, the forward is captured three times more, with generators
-whose next numbers are as small and as large as they can be, and in the middle (of a choice among
-three the first and the last may be equal): equal graphs do not depend on the numbers.
-And the numbers that a compiled forward draws come from a counter, which no seed of the forward's
-own sets.
+with the same number. If anything is drawn, the forward is captured three more times, with
+generators whose next numbers are the smallest and the largest possible ones, and one in the middle
+(for a choice among three, the first and the last may give the same graph). If the graphs are equal,
+they do not depend on the numbers. Seeds that a forward sets are refused: the random numbers of a
+compiled forward come from a counter, which such a seed does not set.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ NEXT_NUMBERS: tuple[NextNumbers, ...] = get_args(NextNumbers)
 _WORDS = {"smallest": 0, "middle": 0xFC02C9A7, "largest": 0x12DD9BB3}
 """Words in the state of a Mersenne Twister that it returns as 0, 0x7fff0001 and 0xffffffff.
 
-The one in the middle, an odd number of which few bits are set at either end, is rejected by no
-choice among several, neither by its first bits (Python's) nor by its last (NumPy's), and is not 0.
+The one in the middle, an odd number with few bits set at either end, is never rejected by a choice
+among several, whether by its first bits (Python) or its last (NumPy), and is not 0.
 """
 _NUM_WORDS, _NUM_EQUAL = 624, 400
-"""Not all words are equal: loops that reject the number, as of a normal distribution, have to end,
-and from a state of zeros alone no other number comes."""
+"""Not all words are equal: loops that reject a number, as for a normal distribution, must end, and
+a state of only zeros would never yield another number."""
 _RETURNED = {"smallest": 0, "middle": 0x7FFF0001, "largest": 0xFFFFFFFF}
 _PCG_MULTIPLIER = 0x2360ED051FC65DA44385DF649FCCF645
-"""Of the steps of ``numpy.random.PCG64``: O'Neill, "PCG" (2014), section 6.3.4, for 128 bits."""
+"""Multiplier of ``numpy.random.PCG64``: O'Neill, "PCG" (2014), section 6.3.4, for 128 bits."""
 _NUM_SEEDS = 1000
-"""Of so many seeds of another generator those are taken whose first numbers are nearest."""
+"""Number of seeds tried for other generators; those with the nearest first numbers are used."""
 
 
 class ForeignDraw(Exception):
     """The states of ``generators`` have changed while a forward was captured.
 
     Attributes:
-        lines: of the forward's own, in which they have changed, by generator.
+        lines: the lines of the forward that changed them, by generator.
     """
 
     def __init__(self, generators: dict[str, Any]) -> None:
@@ -62,10 +62,11 @@ class ForeignDraw(Exception):
 
     @contextlib.contextmanager
     def numbers(self, which: NextNumbers) -> Iterator[None]:
-        """Context in which the next numbers of each generator are about the smallest, say.
+        """Context in which the next numbers of each generator are about the smallest, for example.
 
-        Of layers that are dropped more and more often, the first may never be: one number would
-        not tell. Of generators other than the Mersenne Twister it is one number alone.
+        One number would not be enough: with layers that are dropped with increasing probability,
+        the first may never be dropped. Generators other than the Mersenne Twister have only one
+        such number.
         """
         states = {name: _state(each) for name, each in self.generators.items()}
         for each in self.generators.values():
@@ -93,14 +94,14 @@ def drawing_from_torch(
     """Return ``forward`` of ``model``, which raises an error where random numbers may be lost.
 
     Args:
-        model: has generators of its own.
+        model: a model, which may have its own generators.
         forward: its forward.
-        drawn: what a first capture has raised; now the lines that draw are noted in it.
+        drawn: the error of a first capture; the lines that draw are now noted in it.
 
     Raises:
-        ForeignDraw: something has drawn from a generator of Python's or NumPy's, and is not
-            ``drawn``.
-        UnsupportedError: a line outside of PyTorch sets the seed of PyTorch's.
+        ForeignDraw: numbers were drawn from a generator of Python or NumPy, and ``drawn`` is
+            ``None``.
+        UnsupportedError: a line outside of PyTorch sets PyTorch's seed.
     """
 
     @functools.wraps(forward)
@@ -120,7 +121,7 @@ def drawing_from_torch(
 
 
 def _generators(model: nn.Module) -> dict[str, Any]:
-    """Return the generators that a forward may draw from, by what to call them."""
+    """Return the generators that a forward may draw from, by a name for messages."""
     found: dict[str, Any] = {"Python's random": _PYTHON}
     kinds: tuple[type, ...] = (random.Random,)
     numbers = sys.modules.get("numpy.random")  # if anything has imported it
@@ -128,12 +129,12 @@ def _generators(model: nn.Module) -> dict[str, Any]:
         found["numpy.random"] = numbers.mtrand._rand
         kinds += (numbers.Generator, numbers.RandomState)
     modules = list(model.named_modules())
-    # Those of the files in which the forwards are.
+    # Globals of the files that define the forwards.
     forwards = {type(module): type(module).forward for _, module in modules}.values()
     files = {id(each): each for each in (getattr(f, "__globals__", {}) for f in forwards)}.values()
     for path, names in [("", each) for each in files] + [(path, vars(m)) for path, m in modules]:
         for name, value in names.items():
-            # The system's has no state.
+            # The system's generator has no state.
             if isinstance(value, kinds) and not isinstance(value, random.SystemRandom):
                 found[f"{type(value).__name__} {'.'.join(filter(None, (path, name)))}"] = value
     return found
@@ -142,7 +143,7 @@ def _generators(model: nn.Module) -> dict[str, Any]:
 def _state(generator: Any) -> bytes:
     if isinstance(generator, random.Random):
         return pickle.dumps(generator.getstate())
-    # Of numpy.random.Generator, else of RandomState.
+    # A numpy.random.Generator has a bit_generator, a RandomState has not.
     bits = getattr(generator, "bit_generator", None)
     return pickle.dumps(generator.get_state() if bits is None else bits.state)
 
@@ -157,8 +158,8 @@ def _put(generator: Any, state: bytes) -> None:
 
 
 def _state_before(generator: Any, which: NextNumbers) -> bytes:
-    """Return a state before such numbers."""
-    others = random.Random(which)  # not the same for each: rejected numbers lead to these
+    """Return a state of the generator from which such numbers follow."""
+    others = random.Random(which)  # differs by kind; drawn after rejected numbers
     words = [_WORDS[which]] * _NUM_EQUAL
     words += [others.getrandbits(32) for _ in range(_NUM_WORDS - _NUM_EQUAL)]
     state = pickle.loads(_state(generator))
@@ -170,7 +171,8 @@ def _state_before(generator: Any, which: NextNumbers) -> bytes:
         case {"bit_generator": "MT19937"}:
             return pickle.dumps({**state, "state": {"key": words, "pos": 0}})
         case {"bit_generator": "PCG64", "state": {"inc": step}}:
-            # It steps, and returns the two halves of its state combined: of such a state the lower.
+            # It steps, and returns a combination of the halves of its state; if these are equal,
+            # the lower half.
             after = _RETURNED[which] << 32 | _RETURNED[which]
             before = (after - step) * pow(_PCG_MULTIPLIER, -1, 1 << 128) % (1 << 128)
             return pickle.dumps({**state, "state": {"state": before, "inc": step}, "has_uint32": 0})
@@ -200,8 +202,8 @@ def _torch_seeds_refused() -> Iterator[None]:
 
         return setting
 
-    # torch internals: torch.manual_seed, torch.seed and torch.set_rng_state, of which a graph shows
-    # nothing.
+    # torch internals: torch.manual_seed, torch.seed and torch.set_rng_state, which a graph does not
+    # show.
     manual_seed = refusing("manual_seed", torch.manual_seed)
     seed = refusing("seed", torch.seed)
     set_rng_state = refusing("set_rng_state", torch.set_rng_state)
@@ -217,16 +219,16 @@ def _torch_seeds_refused() -> Iterator[None]:
 
 
 def _traced(forward: Callable[[], Any], drawn: ForeignDraw) -> Any:
-    """Run ``forward``; note its own lines that draw."""
+    """Run ``forward``; note the lines outside of libraries that draw."""
     states = {name: _state(each) for name, each in drawn.generators.items()}
     latest: tuple[FrameType | None, int] = None, 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal latest
-        # Theirs are most, and the model's line that calls them is what a user knows.
+        # Most frames are in libraries; a user knows the model's line that calls them.
         if _is_others(frame.f_code.co_filename):
             return None
-        # A function of C shows in no trace: the line before the first one behind it has drawn.
+        # C functions do not appear in the trace: the line before the one traced now has drawn.
         for name, each in drawn.generators.items():
             if name not in drawn.lines and _state(each) != states[name] and latest[0] is not None:
                 drawn.lines[name] = line_text(latest[0].f_code.co_filename, latest[1])
@@ -248,6 +250,6 @@ def _traced(forward: Callable[[], Any], drawn: ForeignDraw) -> Any:
 
 @functools.cache
 def _is_others(filename: str) -> bool:
-    """Whether this is a file of PyTorch's, this package's or Python's own library."""
+    """Return whether this file belongs to a library: PyTorch, this package or Python's own."""
     is_standard = filename.startswith(os.path.dirname(random.__file__))
     return is_library(filename) or (is_standard and "-packages" not in filename)

@@ -1,7 +1,7 @@
-"""What a captured graph is refused for, with the line of the model.
+"""Checks that refuse a captured graph, with the line of the user's model.
 
-Without these checks its parameters would be placed before a kernel, or a later pass, raises an
-error, which names no line of the user's model.
+Without them, an error would come only after parameters are placed, from a kernel or a later pass,
+and would not name a line of the user's model.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ _HALVES = (torch.bfloat16, torch.float16)
 def refuse_subgraphs(graph: Graph) -> None:
     """Raise an error for control flow such as ``cond`` and ``scan``.
 
-    No sharding rule sees into a subgraph; those of grad mode and autocast are inlined by now.
+    Sharding rules do not apply inside a subgraph. Those of grad mode and autocast are inlined by
+    now.
     """
     for node in graph.nodes:
         if isinstance(node.target, torch._ops.HigherOrderOperator):
@@ -53,8 +54,8 @@ def refuse_subgraphs(graph: Graph) -> None:
 
 
 def refuse_layouts(graph: Graph) -> None:
-    """Raise an error for sparse and nested tensors: rules shard dims, and kept bytes are counted,
-    of dense ones."""
+    """Raise an error for sparse and nested tensors: the sharding rules, and the counts of bytes
+    that stay alive, are those of dense ones."""
     for node in graph.nodes:
         for value in pytree.tree_leaves(node.meta.get("val")):
             if isinstance(value, Tensor) and value.layout is not torch.strided:
@@ -67,14 +68,14 @@ def refuse_layouts(graph: Graph) -> None:
 
 
 def check_dtypes(graph: Graph, inputs: dict[str, Any]) -> None:
-    """Raise an error for an operator that has no kernel for its dtypes, which fake tensors accept.
+    """Raise an error for an operator that has no kernel for its dtypes; fake tensors accept them.
 
     Args:
         graph: as captured.
         inputs: the user's values by name of the argument, for the message.
 
     Raises:
-        CaptureError: with the operator, its module and line, its dtypes and the inputs.
+        CaptureError: names the operator, its module and line, its dtypes and the inputs.
     """
     for node in graph.nodes:
         wrong = _wrong(node)
@@ -94,7 +95,7 @@ def check_dtypes(graph: Graph, inputs: dict[str, Any]) -> None:
 
 
 def _wrong(node: Node) -> str:
-    """Return the dtypes of an operator without a kernel for them, as text; "" if it has one."""
+    """Return what is wrong with the dtypes of an operator, as text; "" if it has a kernel."""
     if node.op != "call_function":
         return ""
     if node.target in _CLASSES:

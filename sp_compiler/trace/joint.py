@@ -1,7 +1,7 @@
 """The joint forward and backward graph of a region.
 
-With effects.py and tracer_patches.py the only file that touches PyTorch's private ahead-of-time
-autograd; ``tests/trace/test_joint.py`` tests the behavior that it relies on.
+Only this file, effects.py and tracer_patches.py use PyTorch's private ahead-of-time autograd;
+``tests/trace/test_joint.py`` tests the behavior that they rely on.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ class JointGraph:
     Attributes:
         graph: placeholders are the region's inputs, named after them, then the tangents; the
             output is a flat tuple of the region's outputs and one gradient (or None) per input.
-            Every node has ``meta["val"]``; those that come from a region node have
-            ``meta["source"]`` (its name), its ``nn_module_stack`` and ``stack_trace``, backward
-            nodes too; the forward node that is a region node's value has its ``meta["placement"]``.
+            Every node has ``meta["val"]``. Nodes traced from a region node, including those in
+            backward, have ``meta["source"]`` (its name), its ``nn_module_stack`` and
+            ``stack_trace``. The forward node that computes its value has its ``meta["placement"]``.
         num_inputs: number of region inputs.
         num_outputs: number of region outputs.
         tangent_outputs: index of the region output that each tangent belongs to.
         input_kinds: :data:`~sp_compiler.ir.program.RefKind` of each input.
         region: name of the region, for errors.
-        chunks: what runs in chunks of rows, such as "loss in 4 chunks"; "" for nothing.
+        chunks: the part that runs in chunks of rows, such as "loss in 4 chunks"; "" for none.
     """
 
     graph: fx.Graph
@@ -77,7 +77,7 @@ class JointGraph:
 
     @property
     def name(self) -> str:
-        """Name of this graph among those of all regions: with its chunks, if there are any."""
+        """Name of this graph, unique among all regions: it includes the chunks, if any."""
         return IN_CHUNKS.join(filter(None, (self.region, self.chunks)))
 
     @property
@@ -107,7 +107,7 @@ class JointGraph:
         return tuple(index in self.tangent_outputs for index in range(self.num_outputs))
 
     def reached_from(self) -> dict[int, frozenset[int]]:
-        """Return, for inputs whose gradient depends on some tangents alone, the outputs of those.
+        """Return, for each input whose gradient depends on only some tangents, their outputs.
 
         If none of these outputs has a gradient, the input has none in eager code either.
         """
@@ -125,7 +125,7 @@ class JointGraph:
         return {index: found for index, found in reached.items() if len(found) < num_all}
 
     def copy(self) -> JointGraph:
-        """Return a joint graph with nodes of its own, whose ``meta`` can be changed."""
+        """Return a copy with new nodes, whose ``meta`` can be changed."""
         return replace(self, graph=copy_graph(self.graph))
 
     @property
@@ -133,11 +133,11 @@ class JointGraph:
         return self.graph.output_node().args[0]
 
     def backward_nodes(self) -> set[fx.Node]:
-        """Nodes that depend on a tangent, and those that the forward outputs do not need."""
+        """Return the nodes that depend on a tangent, or that no forward output needs."""
         forward = ancestors(self.outputs)
         # A forward operator may have results that only backward reads, such as rstd of a norm.
         for node in self.graph.nodes:
-            # Put together of chunks, they are one value of their own.
+            # Such a result that is joined from chunks is a node of its own.
             is_part = node.target is operator.getitem or node.meta.get("chunk") == "joined"
             if is_part and forward.issuperset(node.all_input_nodes):
                 forward.add(node)
@@ -148,23 +148,23 @@ class JointGraph:
 def trace_joint(region: Region) -> JointGraph:
     """Differentiate a sharded region.
 
-    Gradients are those of the inputs whose placeholder has ``meta["requires_grad"]``; a region
-    without any returns its forward alone. Inputs are assumed to be contiguous, tangents must be.
-    Aliases and copies that do nothing are dropped.
+    Gradients are computed for the inputs whose placeholder has ``meta["requires_grad"]``; without
+    any, the graph is only the forward. Inputs are assumed to be contiguous, tangents must be.
+    Aliases and copies without an effect are dropped.
 
     Raises:
         PassError: a placeholder without ``meta["val"]``.
     """
     fix_states_of_lstms()
-    # Without functionalization a trace takes a fifth less. A region is functional already, and so
-    # are the derivatives of most.
+    # Without functionalization a trace takes a fifth less time. Regions are functional already, and
+    # so are the derivatives of most.
     functionalize = effects.has_effects(region.module.graph)
     traced = _trace(region, functionalize)
     if not functionalize and effects.has_writes(traced.graph):
         traced = _trace(region, functionalize=True)
-    # PyTorch's order of nodes and its names are not kept: both change between its versions.
+    # PyTorch's order and names of nodes are not kept: both change between versions.
     joint = _rebuild(traced.graph, region)
-    # Before provenance: the copies of outputs are known by having none.
+    # Before provenance is copied, which tells the copies of outputs: they have no source.
     _drop_no_ops(joint.graph)
     _copy_provenance(joint, region)
     return joint
@@ -173,29 +173,29 @@ def trace_joint(region: Region) -> JointGraph:
 def _trace(region: Region, functionalize: bool) -> fx.GraphModule:
     values = [node.meta.get("val") for node in region.placeholders]
     sizes = [value for value in values if isinstance(value, torch.SymInt)]
-    # Where sizes are open, the record of what was compared with them.
+    # Where sizes are open, the mode uses their ShapeEnv, which records comparisons.
     mode = FakeTensorMode(shape_env=sizes[0].node.shape_env if sizes else None)
     args = [_fake_input(node, mode) for node in region.placeholders]
     with contextlib.ExitStack() as stack:
         if mode.shape_env is not None:
-            # Composite operators in C++ would read open sizes, and so fix them.
+            # Composite operators in C++ would read open sizes, and so specialize them.
             stack.enter_context(enable_python_dispatcher())
             stack.enter_context(powers_of_sizes())
         stack.enter_context(fx.traceback.preserve_node_meta())
-        stack.enter_context(_use_lazy_graph_module(True))  # nobody runs the text of the graph
+        stack.enter_context(_use_lazy_graph_module(True))  # the code of the graph is never run
         stack.enter_context(generators_left_alone())
         stack.enter_context(mode)
         module, off = _Interpreted(region.module), not functionalize
-        # The mode would note in each node's meta, for nobody, which function of torch made it.
+        # The disabled mode would note the torch function of each node in its meta, which is unused.
         options: Any = {"disable_functionalization": off, "_disable_torch_fn_metadata_mode": True}
         traced = aot_export_joint_with_descriptors(stack, module, tuple(args), **options)
     return traced.graph_module
 
 
 class _Interpreted(nn.Module):
-    """Runs a graph node by node, so that every traced node knows which one it came from.
+    """Runs a graph node by node, so that every traced node has the name of its source.
 
-    Each output is copied, so that an output that is an input or a view keeps its own gradient.
+    Each output is copied, so that an output that is an input or a view has its own gradient.
     """
 
     def __init__(self, module: fx.GraphModule) -> None:
@@ -204,7 +204,7 @@ class _Interpreted(nn.Module):
 
     def forward(self, *args: Tensor) -> tuple[Tensor, ...]:
         outputs = self._run(*args)
-        # Contiguous, as tangents have to be: the trace gives them the strides of the outputs.
+        # Contiguous, since tangents must be, and the trace gives them the strides of the outputs.
         return tuple(aten.clone.default(x, memory_format=torch.contiguous_format) for x in outputs)
 
 
@@ -212,8 +212,8 @@ def _with_sources(original: fx.Graph) -> fx.Graph:
     graph = copy_graph(original)
     for node in graph.nodes:
         if node.op == "call_function":
-            # torch internals: the one entry of meta that the joint trace copies to what a node
-            # becomes, gradients included.
+            # torch internals: the only entry of meta that the joint trace copies to the nodes that
+            # a node becomes, including those of its gradient.
             node.meta["custom"] = {_SOURCE: node.name}
     return graph
 
@@ -221,8 +221,8 @@ def _with_sources(original: fx.Graph) -> fx.Graph:
 def _fake_input(node: fx.Node, mode: FakeTensorMode) -> Tensor:
     value = node.meta.get("val")
     if isinstance(value, torch.SymInt):
-        # The tracer learns of a symbol from a tensor; _rebuild() makes the placeholder a number
-        # again.
+        # The tracer learns of a symbol only from a tensor; _rebuild() turns the placeholder into a
+        # number again.
         with mode:
             return torch.empty((value,), device="cpu")
     if not isinstance(value, FakeTensor):
@@ -255,18 +255,18 @@ def _rebuild(traced: fx.Graph, region: Region) -> JointGraph:
     copies: dict[fx.Node, fx.Node] = {}
     for index, name in enumerate(region.input_names):
         _copy_placeholder(graph, inputs[index], identifier(name), copies)
-    # Only outputs that need a gradient have one, so their numbers have gaps.
+    # Only outputs that require a gradient have a tangent, so the indices have gaps.
     for index in sorted(tangents):
         _copy_placeholder(graph, tangents[index], f"grad_out{index}", copies)
     _copy_calls(traced, graph, copies)
-    # By descriptor and not by position: inputs without gradient have none in PyTorch's order.
+    # By descriptor, not by position: PyTorch has no entry for an input without a gradient.
     outputs, grads = _results(traced)
     num_inputs, num_outputs = len(inputs), len(outputs)
     results = [outputs[index] for index in range(num_outputs)]
     results += [grads.get(index) for index in range(num_inputs)]
     graph.output(tuple(None if node is None else copies[node] for node in results))
-    # What stood for a size in the trace is one again, see _fake_input(). Not strict: tangents stand
-    # behind the inputs.
+    # A tensor that stood for a size in the trace becomes a size again, see _fake_input(). Not
+    # strict: tangents follow the inputs.
     for node, source in zip(graph.find_nodes(op="placeholder"), region.placeholders, strict=False):
         if isinstance(source.meta["val"], torch.SymInt):
             node.meta["val"] = source.meta["val"]
@@ -279,9 +279,9 @@ def _rebuild(traced: fx.Graph, region: Region) -> JointGraph:
 def _copy_placeholder(
     graph: fx.Graph, node: fx.Node, name: str, copies: dict[fx.Node, fx.Node]
 ) -> None:
-    # By the region's name for it: PyTorch's says only that it is the n-th primal.
+    # Named as in the region: PyTorch's name says only that it is the n-th primal.
     copies[node] = graph.placeholder(name)
-    # The descriptor and all else in the meta are PyTorch's own.
+    # The descriptor and everything else in the meta are PyTorch's own.
     copies[node].meta = {"val": node.meta["val"]}
 
 
@@ -291,7 +291,7 @@ def _copy_calls(traced: fx.Graph, graph: fx.Graph, copies: dict[fx.Node, fx.Node
             copies[node] = effects.copied_constant(node, graph)
         if node.op == "call_function":
             copies[node] = graph.node_copy(node, copies.__getitem__)
-            # "getitem_7" says nothing; the generated code shows these names.
+            # Instead of "getitem_7", since the generated code shows these names.
             if node.target is operator.getitem:
                 source, index = node.args
                 names = RESULT_NAMES.get(source.target, ())
@@ -304,7 +304,7 @@ def _is_tangent(node: fx.Node) -> bool:
 
 
 def _results(traced: fx.Graph) -> tuple[dict[int, fx.Node], dict[int, fx.Node]]:
-    """Forward outputs by output index and gradients by input index."""
+    """Return forward outputs by output index, and gradients by input index."""
     node = traced.output_node()
     outputs: dict[int, fx.Node] = {}
     grads: dict[int, fx.Node] = {}
@@ -330,8 +330,8 @@ def _drop_no_ops(graph: fx.Graph) -> None:
 
 def _copies_nothing(node: fx.Node) -> bool:
     source, result = node.args[0].meta["val"], node.meta["val"]
-    # The copies of outputs were made for the trace alone, see _Interpreted: no node of the region
-    # is their source. They go whatever the strides.
+    # The copies of outputs were made only for the trace, see _Interpreted: no node of the region is
+    # their source. They are dropped whatever the strides.
     is_output_copy = _SOURCE not in node.meta.get("custom", {}) and all(
         user.op == "output" for user in node.users
     )
@@ -358,7 +358,7 @@ def _copy_provenance(joint: JointGraph, region: Region) -> None:
         _copy_keys(node, sources[name], ("nn_module_stack", "stack_trace"))
         if _relabels(sources[name]):
             node.meta["relabels"] = True
-        # An operator may be traced as several: the last one in forward of its shape has its value.
+        # An operator may be traced as several: the last forward node of its shape has its value.
         if node not in backward and _same_shape(node, sources[name]):
             values[name] = node
     for name, node in values.items():
@@ -376,7 +376,7 @@ def _relabels(node: fx.Node) -> bool:
 
 
 def _is_spread(node: fx.Node) -> bool:
-    """Return whether a rank has one element per segment: rows of heads, one head each."""
+    """Return whether a rank has one element per segment, such as one head each."""
     placement = node.meta.get("placement")
     return bool(placement and placement.segments) and (
         node.meta["val"].shape[placement.dim] == len(placement.segments)

@@ -1,4 +1,4 @@
-"""Capture of models that are on the meta device, or of which a part is, such as an encoder."""
+"""Capture of models that are on the meta device, entirely or in part (an encoder, for example)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from torch import Tensor, nn
 def all_on_meta(model: nn.Module) -> Iterator[None]:
     """Context in which all parameters and buffers of ``model`` are on meta if a parameter is.
 
-    An operator takes no operands of two devices. A capture reads shapes alone, and the parameters
-    keep their numbers: they are exchanged for others without, and put back in the end. So are those
-    on meta: the fake mode of an export keeps weak references to the tensors that it has seen, and
-    with those no tensor can be given numbers in place (``torch.utils.swap_tensors``).
+    The operands of an operator must be on one device. A capture reads only shapes, so all tensors
+    are replaced by twins on meta and put back afterwards, with their values. Those that are on meta
+    already are replaced as well: the fake mode of an export keeps weak references to the tensors
+    that it has seen, and a tensor with weak references cannot be materialized in place
+    (``torch.utils.swap_tensors``).
     """
     if not any(parameter.is_meta for parameter in model.parameters()):
         yield

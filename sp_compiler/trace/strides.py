@@ -1,8 +1,8 @@
 """Rewrite ``as_strided``, which reads a tensor by its place in memory, to reads by index.
 
-Where an element lies is up to the kernel that made the tensor, and to the passes: they drop copies
-and turn views into reshapes. The values of the export still have the strides of the model's own
-code, so here is known which elements it means::
+The position of an element in memory depends on the kernel that made the tensor, and on the passes,
+which drop copies and turn views into reshapes. The values of the export still have the strides of
+the model's own code, so at this point it is known which elements are meant::
 
     y = as_strided(x, size, stride)
     -->
@@ -35,8 +35,8 @@ def index_strided(graph: Graph) -> None:
     """Rewrite an exported ``graph`` in place; new nodes get no values.
 
     Raises:
-        UnsupportedError: elements that are not of the operand, or that are written twice.
-        NotSymbolic: open sizes.
+        UnsupportedError: elements outside of the operand, or elements that are written twice.
+        NotSymbolic: sizes or strides are open.
     """
     # Backwards: an operand that is itself rewritten has no value afterwards.
     for node in reversed([*calls(graph, *_READS, *_WRITES)]):
@@ -65,7 +65,7 @@ def _rewrite(node: Node) -> None:
     with node.graph.inserting_before(node):
         flat = x
         for dim in reversed(range(value.dim())):
-            if dim not in order:  # all of its elements are one
+            if dim not in order:  # all of its elements are the same one
                 flat = call(_aten.select.int, flat, dim, 0)
         dims = [sorted(order).index(dim) for dim in order]
         flat = call(_aten.reshape.default, call(_aten.permute.default, flat, dims), [-1])
@@ -88,15 +88,15 @@ def _call(node: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
 
 
 def _spread(value: torch.Tensor) -> list[int]:
-    """Dims whose elements lie at different places."""
+    """Return the dims whose elements are at different positions in memory."""
     return [dim for dim in range(value.dim()) if value.size(dim) > 1 and value.stride(dim)]
 
 
 def _steps(node: Node, order: Sequence[int], offset: int) -> tuple[int, list[_Step]]:
-    """The first element that is read of the flat operand, and the steps of each dim from there."""
+    """Return the first element that is read of the flat operand, and the step of each dim."""
     given = arguments(node)
     value = given["self"].meta["val"]
-    # Dims of the operand that lie side by side count as one: (size, stride).
+    # Dims of the operand that are contiguous with each other count as one: (size, stride).
     merged: list[tuple[int, int]] = []
     for dim in order:
         size, stride = value.size(dim), value.stride(dim)
@@ -108,7 +108,7 @@ def _steps(node: Node, order: Sequence[int], offset: int) -> tuple[int, list[_St
     counts = (2, *given["size"])  # the offset is taken once
     for position, (size, _) in enumerate(merged):
         if sum((n - 1) * each[position] for n, each in zip(counts, digits, strict=True)) >= size:
-            raise _refusal(node, "reads memory that is not of its operand")
+            raise _refusal(node, "reads memory outside of its operand")
     sizes = [size for size, _ in merged]
     start, *steps = [functools.reduce(_joined, zip(each, sizes, strict=True), 0) for each in digits]
     return start, [_Step(size, step) for size, step in zip(given["size"], steps, strict=True)]
@@ -119,13 +119,13 @@ def _joined(total: int, digit: tuple[int, int]) -> int:
 
 
 def _digits(node: Node, places: int, dims: Sequence[tuple[int, int]]) -> list[int]:
-    """How far ``places`` in memory are along each dim."""
+    """Return how far along each dim an offset of ``places`` in memory is."""
     digits = []
     for _, stride in dims:
         digit, places = divmod(places, stride)
         digits.append(digit)
     if places or any(digit < 0 for digit in digits):
-        raise _refusal(node, "reads memory that is not of its operand")
+        raise _refusal(node, "reads memory outside of its operand")
     return digits
 
 
@@ -142,7 +142,7 @@ def _index(node: Node, start: int, steps: Sequence[_Step], device: torch.device)
 
 
 def _require_apart(node: Node, steps: Sequence[_Step]) -> None:
-    """Raise an error if two elements that are written may be one."""
+    """Raise an error if an element may be written twice."""
     reach = 0
     for each in sorted((each for each in steps if each.size > 1), key=lambda each: each.step):
         if each.step <= reach:

@@ -1,4 +1,4 @@
-"""Patches of what PyTorch's tracers lack or do wrong."""
+"""Patches for features that PyTorch's tracers lack, and for their bugs."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from sp_compiler.ops.alignments import CTC_LOSS
 
 @contextlib.contextmanager
 def powers_of_sizes() -> Iterator[None]:
-    """Let the tracer make a product of sizes in which one occurs twice, as of a mean over (s, s).
+    """Let the tracer compute a product in which a size occurs twice, as in a mean over (s, s).
 
-    A pass divides by such a number without the tracer seeing how it is made; it then makes it of
-    the sizes that it knows. sympy writes s * s as a power, which is all that the tracer lacks.
+    The tracer does not see how a pass computes such a divisor, and rebuilds it from the sizes that
+    it knows. sympy writes s * s as a power, for which the tracer has no handler.
     """
     handlers = proxy_tensor._sympy_handlers()
     known = dict(handlers)
@@ -47,25 +47,25 @@ def powers_of_sizes() -> Iterator[None]:
     try:
         yield
     finally:
-        # In place, for it is the tracer's own table.
+        # In place, since it is the tracer's own table.
         handlers.clear()
         handlers.update(known)
 
 
 def generators_left_alone() -> contextlib.AbstractContextManager[Any]:
     """Context in which a derivative is traced without states of Philox generators, a twentieth of
-    the trace of a small region, if random numbers of a GPU do not become operators of the graph."""
+    the trace of a small region, unless random numbers of a GPU become operators of the graph."""
     needed = torch._functorch.config.functionalize_rng_ops
     return contextlib.nullcontext() if needed else mock.patch.object(PhiloxStateTracker, "reset")
 
 
 @functools.cache
 def fix_states_of_lstms() -> None:
-    """Give the last states of a decomposed LSTM the shape of its first ones, in this process.
+    """Give the final states of a decomposed LSTM the shape of its initial ones, in this process.
 
-    Up to PyTorch 2.12 the decomposition of a layer squeezes the batch instead of the dim that it
-    has put before it, so that (batch, hidden) comes back as (1, batch, hidden). It runs wherever
-    the sizes of a graph are open, in captures, passes and traces.
+    Up to PyTorch 2.12 the decomposition of a layer squeezes the batch dim instead of the dim that
+    it has inserted before it, so that (batch, hidden) comes back as (1, batch, hidden). It runs
+    wherever the sizes of a graph are open: in captures, passes and traces.
     """
     if TorchVersion(torch.__version__) >= "2.13":
         return
@@ -82,7 +82,7 @@ def fix_states_of_lstms() -> None:
 
 @contextlib.contextmanager
 def patched_tracers() -> Iterator[None]:
-    """Context of an export, with all patches that every model may need."""
+    """Context of an export, with the patches that any model may need."""
     with (
         default_dtype_kept(),
         grad_modes_found_under_autocast(),
@@ -96,7 +96,8 @@ def patched_tracers() -> Iterator[None]:
 
 
 def frames_made_once() -> contextlib.AbstractContextManager[Any]:
-    """Each node of a trace has a traceback of the whole stack, most of it that of the last node."""
+    """Context that caches frames: each node of a trace has a traceback of the entire stack, mostly
+    the same as that of the node before."""
     frame = functools.cache(traceback.FrameSummary)
 
     def extract(tb: Sequence[Any], skip: int) -> traceback.StackSummary:
@@ -108,7 +109,7 @@ def frames_made_once() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def default_dtype_kept() -> Iterator[None]:
-    """Refuse a forward that sets the default dtype: operators depend on it, graphs show none."""
+    """Refuse a forward that sets the default dtype: operators depend on it, a graph has none."""
     original = torch.set_default_dtype
 
     def set_default_dtype(dtype: torch.dtype) -> None:
@@ -126,18 +127,18 @@ def default_dtype_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def derivatives_refused() -> Iterator[None]:
-    """Refuse a forward that differentiates by ``torch.func``; the tracer sees through ``vmap``
-    alone."""
+    """Refuse a forward that differentiates with ``torch.func``; of its transforms, the tracer
+    supports only ``vmap``."""
 
     def refuse() -> None:
         raise UnsupportedError(
-            "forward differentiates by torch.func (grad, vjp, jvp, jacrev, ...), which cannot be "
-            f"captured: {user_line()}; write the derivative out, or take it outside of forward, of "
-            "what the compiled model returns (torch.autograd.grad)"
+            "forward differentiates with torch.func (grad, vjp, jvp, jacrev, ...), which cannot be "
+            f"captured: {user_line()}; write the derivative by hand, or compute it outside of "
+            "forward, from the outputs of the compiled model (torch.autograd.grad)"
         )
 
-    # torch internals: the two contexts that all of these enter first. Torch's own errors name no
-    # line, and after that of jvp it refuses requires_grad_ in this process.
+    # torch internals: the two contexts that all of these enter first. Torch's own errors do not
+    # name a line, and after its error in jvp, requires_grad_ fails in this process.
     with (
         mock.patch.object(eager_transforms, "grad_increment_nesting", refuse),
         mock.patch.object(eager_transforms, "jvp_increment_nesting", refuse),
@@ -147,7 +148,7 @@ def derivatives_refused() -> Iterator[None]:
 
 @contextlib.contextmanager
 def alignments_kept() -> Iterator[None]:
-    """Let ``ctc_loss`` be an operator of ours: that of torch has a result of unknown size."""
+    """Replace ``ctc_loss`` by our own operator: torch's has a result of unknown size."""
 
     def ctc_loss(
         log_probs: Tensor,
@@ -158,7 +159,7 @@ def alignments_kept() -> Iterator[None]:
         reduction: int = 1,
         zero_infinity: bool = False,
     ) -> Tensor:
-        # As torch does: float32 under autocast, one sequence without a dim for the batch.
+        # As in torch: float32 under autocast; a single sequence has no batch dim.
         if autocast_dtype(log_probs) is not None and log_probs.dtype.itemsize < 4:
             log_probs = log_probs.float()
         is_batch = log_probs.dim() == 3
@@ -179,9 +180,9 @@ def alignments_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def plain_index_under_vmap() -> Iterator[None]:
-    """Let a tensor be indexed with the numbers that ``vmap`` hands out: ``ids[batch, query]``.
+    """Let a tensor be indexed with the scalars that ``vmap`` passes: ``ids[batch, query]``.
 
-    transformers makes masks so. Torch indexes with an autograd function of its own, whose backward
+    transformers makes masks this way. Torch indexes with its own autograd function, whose backward
     is meant for flex attention; neither its call nor a record of it can be traced under ``vmap``.
     The backward of the operator itself gives the same gradient.
     """
@@ -194,17 +195,17 @@ def plain_index_under_vmap() -> Iterator[None]:
 
 @contextlib.contextmanager
 def modules_left_as_they_are() -> Iterator[None]:
-    """Let a forward convert a module to the dtype and device that it has, and refuse others.
+    """Let a forward convert a module to the dtype and device that it has already.
 
-    Routers do so: ``self.gate = self.gate.to(torch.float32)``. Torch would put new tensors into the
-    parameters, which it cannot do while they are traced.
+    Routers do so: ``self.gate = self.gate.to(torch.float32)``. Other conversions are refused: torch
+    would put new tensors into the parameters, which it cannot do while they are traced.
     """
     original = nn.Module._apply
 
     def apply(module: nn.Module, convert: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
         tensors = (*module.parameters(recurse), *module.buffers(recurse))
-        # Asked of empty tensors: a parameter that is converted is another value in the graph, even
-        # to what it is.
+        # Tried on empty tensors: a converted parameter would be a new value in the graph, even if
+        # nothing changes.
         with _disable_current_modes():
             old = [torch.empty(0, dtype=x.dtype, device=x.device) for x in tensors]
             pairs = list(zip(old, map(convert, old), strict=True))
@@ -230,15 +231,15 @@ def modules_left_as_they_are() -> Iterator[None]:
 def grad_modes_found_under_autocast() -> Iterator[None]:
     """Let export keep a ``no_grad`` inside of a region with autocast, which it would drop.
 
-    It splits the graph at changes of the mode, and enters the autocast again at the start of each
-    part, where it then looks for the change.
+    Export splits the graph at changes of the grad mode, and enters the autocast again at the start
+    of each part, before the change. It looks for the change only there.
     """
 
     def changes_mode(node: Node, omit_if_same_with_ambient: bool = False) -> bool:
         if node.op != "call_module":
             return False
         part = node.graph.owning_module.get_submodule(str(node.target))
-        # A part begins at a change, so there is no second one in it.
+        # A part begins at a change, so it has at most one.
         changes = part.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)
         if not changes or not omit_if_same_with_ambient:
             return bool(changes)
@@ -250,14 +251,14 @@ def grad_modes_found_under_autocast() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_hooks_of_all_modules() -> Iterator[None]:
-    """Context without hooks that PyTorch itself registers for all modules, to count FLOPs by module
-    for example.
+    """Context without the hooks that PyTorch itself registers for all modules, for example to count
+    FLOPs by module.
 
-    They run around the compiled model and its blocks, in every call: what they do in the capture
-    would become part of the model.
+    They run around the compiled model and its blocks in every call. In the capture, their
+    operations would become part of the model.
 
     Raises:
-        UnsupportedError: there are hooks of anybody else, which would run nowhere else.
+        UnsupportedError: there are hooks by other code, which could run only in the capture.
     """
     # torch internals: torch.nn.modules.module._global_forward_hooks and its relatives.
     module = torch.nn.modules.module
@@ -287,9 +288,9 @@ def _is_torch(hook: Any) -> bool:
 
 @contextlib.contextmanager
 def warned_of_symbols_in_text() -> Iterator[None]:
-    """Warn of text that the model makes of a number that no capture knows: ``print(x.item())``.
+    """Warn of text that the model makes of a number unknown in the capture: ``print(x.item())``.
 
-    Such text is made once, with the name of a symbol, such as "zuf0", instead of the number.
+    Such text is made once, and shows the name of a symbol, such as "zuf0", instead of the number.
     """
 
     def warned(show: Callable[[Any], str]) -> Callable[[Any], str]:
@@ -299,7 +300,7 @@ def warned_of_symbols_in_text() -> Iterator[None]:
             by_user = not is_library(sys._getframe(1).f_code.co_filename)
             if by_user and free_unbacked_symbols(self):
                 warn(
-                    "the forward makes text of a number that depends on data; it is made once, at "
+                    "the forward makes text of a number that depends on data; it is made once, in "
                     f"the capture, and has {show(self)!r} in place of the number: {user_line()}"
                 )
             return show(self)
@@ -314,15 +315,14 @@ def warned_of_symbols_in_text() -> Iterator[None]:
 
 @contextlib.contextmanager
 def modes_answered(callers: Callable[[str], bool]) -> Iterator[None]:
-    """Context in which a model that asks for a mode is told ``callers(mode)``, its caller's, not
-    that of the capture."""
+    """Context in which a model that queries a mode gets its caller's, ``callers(mode)``."""
 
     def answering(mode: str, is_models: Callable[[], bool]) -> Callable[[], bool]:
         ask = MODES[mode]
         captured = ask()
 
         def answer() -> bool:
-            # Where it differs from the capture's, the model has set it itself.
+            # If it differs from the capture's, the model has set it itself.
             is_callers = ask() is captured and asked_by_model() and not is_models()
             return callers(mode) if is_callers else ask()
 
@@ -332,8 +332,8 @@ def modes_answered(callers: Callable[[str], bool]) -> Iterator[None]:
         entered = stack.enter_context(_gradients_enabled_by_model())
         grad = answering("is_grad_enabled", lambda: bool(entered))
         inference = answering("is_inference_mode_enabled", lambda: False)
-        # torch internals: torch.is_grad_enabled and torch.is_inference_mode_enabled. Neither shows
-        # in a graph, nor is passed to modes of torch functions.
+        # torch internals: torch.is_grad_enabled and torch.is_inference_mode_enabled. Neither is
+        # recorded in a graph, or passed to a TorchFunctionMode.
         stack.enter_context(mock.patch.object(torch, "is_grad_enabled", grad))
         stack.enter_context(mock.patch.object(torch, "is_inference_mode_enabled", inference))
         yield
@@ -341,9 +341,10 @@ def modes_answered(callers: Callable[[str], bool]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _gradients_enabled_by_model() -> Iterator[list[Any]]:
-    """Context that yields a list of what the model has entered to record gradients, now.
+    """Context that yields the list of contexts by which the model currently enables gradients.
 
-    Its ``enable_grad`` sets what the capture has set already, while its caller may not record.
+    The model's ``enable_grad`` changes nothing in the capture, which records gradients anyway, but
+    it does for a caller that does not.
     """
     entered: list[Any] = []
 
@@ -351,7 +352,7 @@ def _gradients_enabled_by_model() -> Iterator[list[Any]]:
         @functools.wraps(method)
         def entering(this: Any, *args: Any) -> None:
             method(this, *args)
-            # no_grad puts back with set_grad_enabled(True) what was there before.
+            # no_grad restores the mode from before with set_grad_enabled(True).
             is_put_back = sys._getframe(1).f_code.co_filename == grad_mode.__file__
             if getattr(this, "mode", True) and not is_put_back:
                 entered.append(this)
@@ -366,8 +367,8 @@ def _gradients_enabled_by_model() -> Iterator[list[Any]]:
 
         return leaving
 
-    # torch internals: torch.enable_grad and torch.set_grad_enabled, which is a function as well,
-    # after which nothing leaves, and a decorator, which leaves in __call__.
+    # torch internals: torch.enable_grad and torch.set_grad_enabled. The latter is also used as a
+    # function, after which nothing is left, and as a decorator, which leaves in __call__.
     enable, setting = torch.enable_grad, torch.set_grad_enabled
     with (
         mock.patch.object(torch.enable_grad, "__enter__", enters(enable.__enter__)),
@@ -381,18 +382,18 @@ def _gradients_enabled_by_model() -> Iterator[list[Any]]:
 
 @contextlib.contextmanager
 def inference_without_gradients() -> Iterator[None]:
-    """Context in which a model's ``inference_mode`` is ``no_grad``: the tracer would not notice it,
-    and gradients would flow through what is computed there."""
+    """Context in which a model's ``inference_mode`` acts as ``no_grad``: the tracer would not
+    notice it, and gradients would flow through the values computed there."""
 
     def enter(this: Any) -> None:
         this._inference_mode_context = (torch.no_grad if this.mode else torch.enable_grad)()
         this._inference_mode_context.__enter__()
 
-    # torch internals: torch.inference_mode.__enter__, and where it keeps what it leaves at its end.
+    # torch internals: torch.inference_mode.__enter__, and the attribute of the context it exits.
     with mock.patch.object(torch.inference_mode, "__enter__", enter):
         yield
 
 
 def asked_by_model() -> bool:
-    """Return whether a line outside of PyTorch has called the function that calls this one."""
+    """Return whether the caller of this function was called from outside of PyTorch."""
     return not in_library(sys._getframe(2).f_code.co_filename)

@@ -328,7 +328,7 @@ def test_what_no_call_knows_before_is_refused_with_its_line(
 
 def test_an_example_without_numbers_is_refused() -> None:
     model = Model(READS["any"][0]).to("meta")
-    with pytest.raises(CaptureError, match="an example without numbers"):
+    with pytest.raises(CaptureError, match="an example without values"):
         capture(model, (_X.to("meta"), _MASK.to("meta")))
     assert len(capture(model, (_X, _MASK)).decisions) == 1  # parameters need none
 

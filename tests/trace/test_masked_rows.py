@@ -194,7 +194,7 @@ NEAR_MISSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
         ),
         "split or merged",
     ),
-    "returned": (lambda x, p: x[p[:, 0] > 0], "depends on the numbers in a tensor"),
+    "returned": (lambda x, p: x[p[:, 0] > 0], "depends on the values in a tensor"),
 }  # fmt: skip
 
 

@@ -122,21 +122,21 @@ NEAR_MISSES: dict[str, tuple[_Function, str]] = {
     "a sum of what lies in front": (lambda x, m: x[:, m[0]].sum(0).sum(), "row by row"),
     "classes of another mask": (
         lambda x, m: F.cross_entropy(x[m], _classes(x)[m & (x[..., 0] > -9)]),
-        "numbers in a tensor" if COUNTS_CLASSES_FIRST else "those of another mask",
+        "values in a tensor" if COUNTS_CLASSES_FIRST else "those of another mask",
     ),
     "classes of no rows": (
         lambda x, m: F.cross_entropy(x[m], _classes(x)[0][: x[m].shape[0]]),
-        "numbers in a tensor" if COUNTS_CLASSES_FIRST else "what is no row",
+        "values in a tensor" if COUNTS_CLASSES_FIRST else "values that are not rows",
     ),
     "classes in dim 1 of three": (
         lambda x, m: F.cross_entropy(x[None][:, m].mT, _classes(x)[m][None]),
-        "numbers in a tensor",
+        "values in a tensor",
     ),
     "a place among rows": (
         lambda x, m: x[m].gather(0, _classes(x)[m][:, None]).sum(),
         "combined with each other",
     ),
-    "their number": (lambda x, m: x[m].sum() / x[m].shape[0], "numbers in a tensor"),
+    "their number": (lambda x, m: x[m].sum() / x[m].shape[0], "values in a tensor"),
 }
 
 

@@ -1,8 +1,8 @@
 """Buffers that a forward sets: ``self.total = self.total + x``.
 
-A captured graph can write into a buffer, but not exchange it: while a model is captured, its
-forward ends with writes of what it has set into the tensors that were there before. Export itself
-does so for buffers of the root alone, and takes one for another where a buffer there is ``None``.
+A captured graph can write into a buffer, but not replace it. Therefore, while a model is captured,
+its forward ends with writes of the new values into the tensors that were there before. Export does
+so only for buffers of the root module, and confuses them if one is ``None``.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ class SetBuffers:
 
     Attributes:
         written: those that the captured graph writes.
-        lost: by name the text of each change that no write can express; that buffer stays as it is.
-        lost_sizes: by path of a module the sizes of what it has set of those, where they are others
-            than before.
+        lost: by name, the text of each change that a write cannot express; that buffer stays as it
+            is.
+        lost_sizes: by path of a module, the sizes of its new values in ``lost`` that differ from
+            those before.
     """
 
     written: set[Key] = field(default_factory=set)
@@ -43,7 +44,7 @@ class SetBuffers:
 
 @contextlib.contextmanager
 def set_buffers_written(model: nn.Module, unchanged: Collection[str]) -> Iterator[SetBuffers]:
-    """While ``model`` is exported: its forward writes into the buffers that it sets.
+    """Context for exporting ``model``, whose forward writes into the buffers that it sets.
 
     Args:
         model: the model.
@@ -51,8 +52,8 @@ def set_buffers_written(model: nn.Module, unchanged: Collection[str]) -> Iterato
     """
     found = SetBuffers()
     forward = model.forward
-    # torch internals: export's own hook on assignments. Up to PyTorch 2.12 it also stays, on all
-    # modules of the process, where an export fails: torch.compile breaks graphs at each of them.
+    # torch internals: export's own hook on assignments. Up to PyTorch 2.12 it stays on all modules
+    # of the process if an export fails, and then torch.compile breaks graphs at each assignment.
     hooks = torch.nn.modules.module._global_buffer_registration_hooks
     users = dict(hooks)
 
@@ -93,7 +94,7 @@ def _restore(model: nn.Module, before: _Buffers) -> None:
 def _written(
     before: _Buffers, after: _Buffers, result: Any, found: SetBuffers, unchanged: Collection[str]
 ) -> Any:
-    """Write what was set; return ``result`` with the values from before that."""
+    """Write the new values into the buffers; return ``result`` as it was before these writes."""
     names: dict[int, list[Key]] = {}
     for key, old in before.items():
         if old is not None:
@@ -114,7 +115,7 @@ def _written(
             assert new is not None
             writes.append((old, new))
             found.written.add(key)
-    # What the forward returns or sets may be another buffer, or part of one.
+    # A returned or new value may be another buffer, or part of one.
     storages = {_storage(old) for old, _ in writes}
 
     def apart(value: Tensor) -> Tensor:
@@ -144,5 +145,5 @@ def _described(value: Tensor | None) -> str:
 
 
 def _storage(value: Tensor) -> StorageWeakRef | None:
-    # Of sparse tensors and their like there is none.
+    # Tensors of other layouts, such as sparse ones, have no storage.
     return StorageWeakRef(value.untyped_storage()) if value.layout is torch.strided else None

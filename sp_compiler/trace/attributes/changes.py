@@ -1,9 +1,9 @@
 """Changes that a forward makes to the Python attributes of the model's modules.
 
-A captured graph holds tensors and buffers. Anything else that the forward changes (a counter, a
-list, a tensor that is not a buffer) changes only during the capture. A change that depends on the
-inputs alone is returned by the program and stored in the attribute after each call, see
-:mod:`sp_compiler.base.stored_attributes`. To find out, the forward is exported once more with other
+A captured graph can write only buffers. Anything else that the forward changes (a counter, a list,
+a tensor that is not a buffer) changes only during the capture. A change that depends only on the
+inputs is returned by the program and stored in the attribute after each call, see
+:mod:`sp_compiler.base.stored_attributes`. To find out, the forward is exported again with other
 values in those attributes, and must give the same graph.
 """
 
@@ -25,12 +25,12 @@ from torch.utils import _pytree as pytree
 
 from sp_compiler.base.stored_attributes import How, Result, Stored
 
-# Attributes of every module; "forward" is there because the watching one is set on the instance.
+# Attributes of every module; "forward" because the one that watches is set on the instance.
 _EVERY_MODULES = {*vars(nn.Module()), "forward"}
 # Compared by value; anything else by identity.
 _PLAIN = (bool, int, float, complex, str, bytes, torch.device)
 _CONTAINERS = (list, tuple, set, dict, OrderedDict, defaultdict)
-# By how much numbers differ in the second export: far from any that a model would compare with.
+# The difference of numbers in the second export: far from any that a model would compare with.
 _SHIFT = 1_000_003
 _MARK = "sp_compiler"
 _ABSENT = object()
@@ -41,8 +41,7 @@ Key = tuple[str, str]
 
 @dataclass
 class Held:
-    """An attribute's value; for a container also its contents, because it may be changed in
-    place."""
+    """The value of an attribute, and the contents of a container, which may change in place."""
 
     value: Any
     content: Any
@@ -55,7 +54,7 @@ class Held:
     def restore(self) -> Any:
         """Return the value as it was."""
         if type(self.value) not in _CONTAINERS:
-            return self.value  # a class of the model's own, of which there is no copy
+            return self.value  # not a plain container: there is no copy of its contents
         if isinstance(self.value, list):
             self.value[:] = self.content
         elif isinstance(self.value, (dict, set)):
@@ -80,12 +79,12 @@ class Changed:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether it is a number, text or ``None``, before and after."""
+        """Return whether the value is a number, text or ``None`` before and after."""
         values = (None if self.before is None else self.before.value, self.after.value)
         return all(value is None or isinstance(value, _PLAIN) for value in values)
 
     def part(self) -> tuple[How, Any]:
-        """Return how the attribute was changed, and the new part."""
+        """Return how the attribute was changed, and the part that is new."""
         before, after = self.before, self.after.content
         if before is None or before.value is not self.after.value:
             return "set", after
@@ -106,8 +105,8 @@ class Changes:
     """Attributes that a forward changed.
 
     Attributes:
-        changed: by path and name.
-        results: tensors in them, which the forward returns beside its own outputs.
+        changed: changes by path and name.
+        results: tensors in them, which the forward returns in addition to its outputs.
     """
 
     changed: dict[Key, Changed] = field(default_factory=dict)
@@ -120,10 +119,10 @@ class Changes:
         filled: set[int] = set()
         for key, held in after.items():
             old = before.get(key)
-            # Other objects that a forward adds are set up by it.
+            # Other new objects are set up once by the forward, and stay.
             is_new = old is None and (_is_traced(held.value) or isinstance(held.value, _PLAIN))
             is_other = old is not None and not _same(old.content, held.content)
-            # A list that several modules have is filled once.
+            # A list that several modules share is filled once.
             if id(held.value) in filled or not (is_new or is_other):
                 continue
             change = self.changed[key] = Changed(old, held)
@@ -134,7 +133,7 @@ class Changes:
                 self.results += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def stored(self, key: Key, how: How, value: Any) -> Stored | None:
-        """Return ``value`` in a form that the program can return, ``None`` if there is none."""
+        """Return ``value`` in a form that a program can return; ``None`` if that is impossible."""
         leaves, spec = pytree.tree_flatten(value)
         if not _can_return(leaves):
             return None
@@ -144,7 +143,7 @@ class Changes:
 
 @dataclass
 class Settled:
-    """Changes that are stored after every call, and by name the text of those that are not."""
+    """Changes that are stored after every call, and the text of all others by name."""
 
     stored: list[Stored]
     lost: dict[str, str]
@@ -154,8 +153,8 @@ def settle(changes: Changes, repeat: Callable[[Mapping[Key, Any]], Changes | Non
     """Decide which ``changes`` a program can repeat in every call.
 
     Args:
-        changes: changes of the export whose graph is used.
-        repeat: exports again with these initial values of the attributes; returns the changes, or
+        changes: changes in the export whose graph is used.
+        repeat: exports again with the given initial values of attributes; returns the changes, or
             ``None`` if the export fails or gives another graph.
     """
     kept: dict[Key, Stored | None] = {}
@@ -163,7 +162,7 @@ def settle(changes: Changes, repeat: Callable[[Mapping[Key, Any]], Changes | Non
     for key, change in changes.changed.items():
         how, part = change.part()
         if change.before is None and not _is_traced(part):
-            # A number that the forward adds to the module: nothing can have read it before.
+            # The forward adds a number to the module, so nothing can have read it before.
             kept[key] = changes.stored(key, how, part)
         elif _can_return(pytree.tree_leaves(part)):
             tried[key] = _another(change)
@@ -173,7 +172,7 @@ def settle(changes: Changes, repeat: Callable[[Mapping[Key, Any]], Changes | Non
         second = repeat(group)
         names = sorted({name for _, name in group})
         if second is None and len(names) > 1:
-            # Layers use an attribute of one name alike, so one more export for each name will do.
+            # Layers use an attribute of one name in the same way: one export per name is enough.
             groups += [{key: group[key] for key in group if key[1] == name} for name in names]
             continue
         for key, start in group.items():
@@ -194,7 +193,8 @@ def settle(changes: Changes, repeat: Callable[[Mapping[Key, Any]], Changes | Non
 
 
 def _described(key: Key, changes: Changes, start: Any, second: Changed | None) -> Stored | None:
-    """Return a change as one of any value before it, where it also leads from ``start`` there."""
+    """Return a description of the change that holds for any initial value, in particular for
+    ``start`` in the ``second`` export; ``None`` if there is none."""
     first = changes.changed[key]
     how, part = first.part()
     if first.is_plain:
@@ -205,7 +205,7 @@ def _described(key: Key, changes: Changes, start: Any, second: Changed | None) -
         if not all(type(value) in (int, float) for value in (before, part, start, after)):
             return None
         step = part - before
-        # The sum of floats rounds otherwise at another place.
+        # Sums of floats round differently at another magnitude.
         is_count = math.isclose(after - start, step, rel_tol=1e-6)
         return changes.stored(key, "add", step) if is_count else None
     if second is None:
@@ -215,14 +215,14 @@ def _described(key: Key, changes: Changes, start: Any, second: Changed | None) -
     leaves_too, spec_too = pytree.tree_flatten(part_too)
     if spec != spec_too or not all(map(_alike_or_tensors, leaves, leaves_too)):
         return None
-    # An empty container does not tell whether the forward empties it first; the second start does.
+    # An empty container does not show whether the forward clears it; the second start does.
     was_empty = first.before is not None and not first.before.content
     return changes.stored(key, how_too, part) if how == how_too or was_empty else None
 
 
 @contextlib.contextmanager
 def watched_state(model: nn.Module) -> Iterator[Changes]:
-    """While ``model`` is exported: its forward returns its output and what it left in attributes.
+    """Context for exporting ``model``, whose forward also returns the tensors that it stored.
 
     Each forward restores the attributes, except for new ones without tensors: these are set up by
     the first call and stay.
@@ -245,13 +245,13 @@ def watched_state(model: nn.Module) -> Iterator[Changes]:
         with replaced_forward(model, watched):
             yield changes
     finally:
-        # Export leaves copies of lists, and one that two modules share would be two.
+        # Export leaves copies of lists, so that two modules would no longer share one.
         _restore(model, outside)
 
 
 @contextlib.contextmanager
 def changed_attributes(model: nn.Module, values: Mapping[Key, Any]) -> Iterator[None]:
-    """Let attributes of ``model`` have other values; one list in several places stays one."""
+    """Context in which attributes of ``model`` have other values; shared lists stay shared."""
     modules = dict(model.named_modules())
     old = {(path, name): vars(modules[path]).get(name, _ABSENT) for path, name in values}
     shared = {
@@ -283,7 +283,7 @@ def changed_attributes(model: nn.Module, values: Mapping[Key, Any]) -> Iterator[
 @contextlib.contextmanager
 def replaced_forward(model: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Context in which ``model`` calls ``forward`` instead of its own."""
-    # On the instance and not as a hook: the root's hooks are set aside during the export.
+    # On the instance and not as a hook: the root's hooks are removed during the export.
     on_instance = vars(model).get("forward")
     vars(model)["forward"] = forward
     try:
@@ -298,14 +298,14 @@ def _state(model: nn.Module) -> _State:
     return {
         (path, name): Held.of(value)
         for path, module in model.named_modules()
-        if not isinstance(module, nn.RNNBase)  # its lists of parameters are made anew
+        if not isinstance(module, nn.RNNBase)  # it makes its lists of parameters anew
         for name, value in vars(module).items()
         if name not in _EVERY_MODULES
     }
 
 
 def _defaults(model: nn.Module, state: _State) -> _State:
-    """Return what the attributes in ``state`` are before they are set: what their class has."""
+    """Return the values of attributes in ``state`` before they are set: those of the class."""
     classes = {path: type(module) for path, module in model.named_modules()}
     found = {
         key: inspect.getattr_static(classes[key[0]], key[1], _ABSENT)
@@ -319,13 +319,13 @@ def _defaults(model: nn.Module, state: _State) -> _State:
 def _restore(model: nn.Module, before: _State) -> None:
     modules = dict(model.named_modules())
     for (path, name), held in before.items():
-        if path in modules:  # a forward may exchange a module
+        if path in modules:  # a forward may replace a module
             modules[path].__dict__[name] = held.restore()
     after = _state(model)
     defaults = _defaults(model, after)
     for (path, name), held in after.items():
         if (path, name) not in before and (_is_traced(held.value) or (path, name) in defaults):
-            # The model would meet it at its next call.
+            # Otherwise the model would find it in its next call.
             del modules[path].__dict__[name]
 
 
@@ -340,7 +340,7 @@ def _another(change: Changed) -> Any:
     if isinstance(before, dict):
         other, after = copy.copy(before), change.after.content
         for key in before if isinstance(after, dict) else ():
-            # A number that the forward puts there it may have read there.
+            # The forward may have read the number that it replaces.
             if isinstance(before[key], _PLAIN) and not alike(before[key], after.get(key)):
                 other[key] = _another_plain(before[key])
         other[_MARK] = torch.zeros((), device="cpu")
@@ -383,7 +383,7 @@ def _same(first: Any, second: Any) -> bool:
 
 
 def alike(first: Any, second: Any) -> bool:
-    """Return whether two values are one object, or equal numbers or texts of one type."""
+    """Return whether two values are the same object, or equal numbers or texts of one type."""
     plain = isinstance(first, _PLAIN) and type(first) is type(second)
     return first is second or (plain and bool(first == second))
 

@@ -1,7 +1,7 @@
 """Numbers outside of a model that its forward changes: attributes of its classes, and globals.
 
-``Layer.calls += 1`` and ``global STEP`` run during the capture, as all of Python's. What a forward
-computes with them is a constant of the graph.
+``Layer.calls += 1`` and ``global STEP`` run during the capture, like all Python code. Results that
+a forward computes from them are constants of the graph.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ _Place = tuple[Any, str]
 
 @contextlib.contextmanager
 def numbers_outside_watched(model: nn.Module) -> Iterator[dict[str, str]]:
-    """While ``model`` is exported: yields the text of each such change by name, at the end.
+    """Context for exporting ``model``; at its end, the yielded dict has the text of each change.
 
-    They stay changed: others may count with them, and nothing says what belongs to them.
+    The changes are not undone: other code may count with the same numbers, and it is unknown what
+    else would have to be restored with them.
     """
     changes: dict[str, str] = {}
     before = _numbers(model)
@@ -42,11 +43,11 @@ def numbers_outside_watched(model: nn.Module) -> Iterator[dict[str, str]]:
 
 
 def _numbers(model: nn.Module) -> dict[_Place, Any]:
-    # Dicts and not sets, for an order that is the same on all ranks.
+    # Dicts instead of sets, so that the order is the same on all ranks.
     classes = dict.fromkeys(each for module in model.modules() for each in type(module).__mro__)
     own = [each for each in classes if not is_library(_file_of(each.__module__))]
     files = dict.fromkeys(each.__module__ for each in own)
-    # One that a file was executed in, without an import, may be in no table.
+    # A module whose file was executed without an import may be missing in sys.modules.
     modules = [sys.modules[name] for name in files if name in sys.modules]
     return {
         (owner, name): value
@@ -57,5 +58,5 @@ def _numbers(model: nn.Module) -> dict[_Place, Any]:
 
 
 def _file_of(module: str) -> str:
-    # A notebook has none, and its code is the user's.
+    # The module of a notebook has no file; its code is the user's.
     return getattr(sys.modules.get(module), "__file__", None) or ""

@@ -1,9 +1,9 @@
 """Attributes of the model's modules that its compilation reads or writes.
 
-A program depends on them and on no others: what a user sets beside (``model.global_step = 7``) is
-no reason to compile again. All ways to an attribute come by ``__getattribute__``: ``self.x``,
-``getattr`` and ``hasattr`` of what is not there, properties and methods. Where code looks at a
-module's ``__dict__`` as a whole, all attributes of that module count.
+A program depends only on these: a change of another attribute (``model.global_step = 7``) is no
+reason to compile again. Every access goes through ``__getattribute__``: ``self.x``, ``getattr`` and
+``hasattr`` of missing attributes, properties and methods. Where code looks at a module's entire
+``__dict__``, all attributes of that module count.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 
 from torch import nn
 
-# Frames of these look at a module's __dict__ for what it holds besides attributes of the user's.
+# Code in these packages looks in a module's __dict__ for other things than the user's attributes.
 _LOOKING_ELSEWHERE = ("torch", "sp_compiler")
-# What a copy asks for, which then has all attributes; it reads them past their classes.
+# Methods that a copy looks up. It copies all attributes, and does not read them one by one.
 _COPYING = ("__getstate__", "__reduce__", "__reduce_ex__")
 
 
@@ -29,7 +29,7 @@ class AttributeReads:
     """Attributes that were read or written.
 
     Attributes:
-        names: of the attributes, by ``id`` of the module.
+        names: names of the attributes, by ``id`` of the module.
         whole: ``id`` of the modules of which any attribute may have been read.
     """
 
@@ -37,7 +37,7 @@ class AttributeReads:
     whole: set[int] = field(default_factory=set)
 
     def of(self, module: nn.Module) -> frozenset[str] | None:
-        """Return the names of those of ``module``; ``None`` if it may be any."""
+        """Return the names of the attributes of ``module``; ``None`` if it may be any."""
         if id(module) in self.whole:
             return None
         return frozenset(self.names.get(id(module), ()))
@@ -45,7 +45,7 @@ class AttributeReads:
 
 @contextlib.contextmanager
 def recorded_attributes(model: nn.Module) -> Iterator[AttributeReads]:
-    """Context that records what runs inside it; ``model`` must outlive it."""
+    """Context that records all reads and writes inside it; ``model`` must outlive the result."""
     reads = AttributeReads()
     names = reads.names
     get, put, delete = nn.Module.__getattribute__, nn.Module.__setattr__, nn.Module.__delattr__
@@ -56,7 +56,7 @@ def recorded_attributes(model: nn.Module) -> Iterator[AttributeReads]:
             reads.whole.add(id(module))
         return get(module, name)
 
-    # Also writes: one that changes nothing now would change another value.
+    # Writes too: one that changes nothing now may change another value.
     def __setattr__(module: nn.Module, name: str, value: Any) -> None:
         names[id(module)].add(name)
         put(module, name, value)
@@ -68,7 +68,7 @@ def recorded_attributes(model: nn.Module) -> Iterator[AttributeReads]:
     with contextlib.ExitStack() as stack:
         for function in (__getattribute__, __setattr__, __delattr__):
             stack.enter_context(_method(function))
-        # A class with a way of its own may never come to ours.
+        # A class that overrides __getattribute__ may never call ours.
         reads.whole.update(
             id(module)
             for module in model.modules()
@@ -80,8 +80,8 @@ def recorded_attributes(model: nn.Module) -> Iterator[AttributeReads]:
 @contextlib.contextmanager
 def _method(function: Any) -> Iterator[None]:
     """Context in which ``nn.Module`` has ``function`` as its method of that name."""
-    # torch internals: nn.Module.__getattribute__, __setattr__ and __delattr__. On nn.Module and not
-    # on the classes of the model, which call super().
+    # torch internals: nn.Module.__getattribute__, __setattr__ and __delattr__. Set on nn.Module and
+    # not on the classes of the model, which call super().
     name = function.__name__
     own = vars(nn.Module).get(name)
     setattr(nn.Module, name, function)
@@ -96,7 +96,7 @@ def _method(function: Any) -> Iterator[None]:
 
 def _looks_at_attributes(frame: FrameType) -> bool:
     """Return whether the code that reads a module's ``__dict__`` may depend on its attributes."""
-    # By dir(), which inspect.getmembers() calls.
+    # Called by dir(), which inspect.getmembers() calls.
     if frame.f_code.co_name == "__dir__":
         return True
     name = frame.f_globals.get("__name__", "")

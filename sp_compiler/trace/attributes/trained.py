@@ -19,22 +19,23 @@ _WITHOUT_GRADIENT = re.compile(r"aten::(detach|new_\w+|\w+_like)")
 def refuse_trained_constants(
     exported: ExportedProgram, lines: Mapping[StorageWeakRef, str], buffers: Collection[str]
 ) -> None:
-    """Refuse a constant or a buffer that would get a gradient in the model and gets none here.
+    """Refuse a constant or a buffer that gets a gradient in the model but would get none here.
 
     Args:
         exported: functional, with what is computed under ``no_grad`` detached.
-        lines: the lines that compute with tensors that require a gradient, by their storage.
-        buffers: names of those that require a gradient.
+        lines: the lines that compute with tensors that require a gradient, by storage of the
+            tensor.
+        buffers: names of the buffers that require a gradient.
 
     Raises:
-        UnsupportedError: an output depends on one, differentiably.
+        UnsupportedError: an output depends differentiably on one.
     """
     inputs = exported.graph.find_nodes(op="placeholder")
     for node, spec in zip(inputs, exported.graph_signature.input_specs, strict=True):
         if spec.kind is InputKind.BUFFER and spec.target in buffers and _reaches_output(node):
             raise UnsupportedError(
-                f"buffer {spec.target!r} requires a gradient, and a step computes those of "
-                "parameters and inputs: make it an nn.Parameter, or read it by detach()"
+                f"buffer {spec.target!r} requires a gradient, but a step computes only those of "
+                "parameters and inputs: make it an nn.Parameter, or read it with detach()"
             )
         if spec.kind is not InputKind.CONSTANT_TENSOR:
             continue
@@ -45,13 +46,13 @@ def refuse_trained_constants(
                 f"the forward computes with a tensor {tuple(value.shape)} that requires a gradient "
                 f"and is not read as a parameter of a module, so it would get none: {line}; make "
                 "it an nn.Parameter that is an attribute of a module (several: an "
-                "nn.ParameterList) and read it there, or an argument of forward, or read it by "
+                "nn.ParameterList) and read it there, or an argument of forward, or read it with "
                 "detach()"
             )
 
 
 def _reaches_output(constant: Node) -> bool:
-    """Return whether a gradient comes from an output to ``constant``."""
+    """Return whether a gradient flows from an output to ``constant``."""
     todo, seen = [constant], {constant}
     while todo:
         for user in todo.pop().users:

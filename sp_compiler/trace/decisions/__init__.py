@@ -1,8 +1,8 @@
 """Numbers that a forward reads from tensors during capture, and modes of its caller.
 
-A traced tensor has no values. Numbers that depend on inputs and buffers alone can be computed from
+A traced tensor has no values. Numbers that depend only on inputs and buffers can be computed from
 the example, and again before every call: they are computed eagerly and recorded as decisions of the
-program. So are the caller's modes, which the capture changes, and the layout of inputs.
+program. The caller's modes, which the capture changes, and the layout of inputs are recorded too.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _CASTS: dict[object, Callable[..., Any]] = {
     Tensor.__complex__: complex,
     Tensor.__format__: format,
 }
-"""Functions that make a Python number of a tensor, or its text, and how they do it of its item."""
+"""Functions that turn a tensor into a Python number or text, and how they turn its item into it."""
 _TESTS: dict[object, Callable[..., Any]] = {
     torch.equal: lambda x, other: x.shape == other.shape and (x == other).all(),
     Tensor.equal: lambda x, other: x.shape == other.shape and (x == other).all(),
@@ -64,33 +64,33 @@ _TESTS: dict[object, Callable[..., Any]] = {
     Tensor.allclose: lambda *args, **kwargs: torch.isclose(*args, **kwargs).all(),
     Tensor.__contains__: lambda x, element: (x == element).any(),
 }
-"""Functions that compute a tensor and read it, and the tensor."""
+"""Functions that compute a tensor and read it, each with the computation of that tensor."""
 _UNSEEN: dict[object, str] = {
     Tensor.data.__set__: "assigns .data of a tensor; write into it with copy_(), say",  # type: ignore[attr-defined]
     Tensor.__format__: "makes text of a tensor; read its number first, by item()",
 }
-"""Functions that leave nothing in a trace, which would go on with what the example has."""
+"""Functions that are not traced: the graph would continue with the value of the example."""
 
 _OF_GRAD_MODE: dict[object, Any] = {
     Tensor.requires_grad.__get__: False,  # type: ignore[attr-defined]
     Tensor.grad_fn.__get__: None,  # type: ignore[union-attr]
 }
-"""Attributes of a result that tell whether gradients are recorded, and what they are if not."""
+"""Attributes of a result that show whether gradients are recorded, and their values if not."""
 
 _OF_LAYOUT = (Tensor.is_contiguous, Tensor.stride)
 _BY_LAYOUT = (Tensor.as_strided, torch.as_strided)
-"""Functions whose result depends on where the elements of a tensor lie in memory."""
+"""Functions whose result depends on the positions of a tensor's elements in memory."""
 
-# Recognized by name, for want of anything better: torch raises them as they are.
+# Torch's errors have no common base class of their own, so they are recognized by name.
 _DATA_DEPENDENT = ("GuardOnDataDependentSymNode", "DataDependentOutputException", "UserError")
 
 
 class DataDependentError(Exception):
-    """A branch, a loop or a shape of the forward depends on the numbers in a tensor."""
+    """A branch, a loop or a shape of the forward depends on the values in a tensor."""
 
 
 def is_data_dependent(error: Exception) -> bool:
-    """Return whether ``error`` says that the numbers in a tensor are needed to go on."""
+    """Return whether ``error`` says that the values in a tensor are needed."""
     return isinstance(error, DataDependentError) or type(error).__name__ in _DATA_DEPENDENT
 
 
@@ -112,7 +112,7 @@ class Reads:
         """Return whether a mode of the caller is on, and record that the forward asks."""
         asked = ModeRead(user_line(), "", mode)
         value = asked.read((), {})
-        # A mode is the same in all of a call.
+        # A mode does not change during a call.
         if not any(isinstance(x, ModeRead) and x.mode == mode for x in self.decisions):
             self.decisions.append(replace(asked, value=repr(value)))
         return value
@@ -121,25 +121,25 @@ class Reads:
         """Record that the forward asks for the layout of an input, ``traced`` in the capture.
 
         Raises:
-            CaptureError: the capture has it in another layout.
+            CaptureError: its layout in the capture differs.
         """
         if layout(leaf) != layout(traced):
             raise CaptureError(
-                f"the forward reads how an input lies in memory ({layout(leaf)}), which the "
+                f"the forward reads the memory layout of an input ({layout(leaf)}), which the "
                 f"capture had to change: {user_line()}; call it with .contiguous()"
             )
         if not any(isinstance(x, LayoutRead) and x.source == source for x in self.decisions):
             self.decisions.append(LayoutRead(user_line(), repr(layout(leaf)), source))
 
     def note_trained(self, values: Any) -> None:
-        """Record the real tensors that require a gradient: export may forget that they do."""
+        """Record the real tensors that require a gradient: export may lose that information."""
         for value in pytree.tree_leaves(values):
             if type(value) in (Tensor, nn.Parameter) and value.requires_grad:
                 memory = StorageWeakRef(value.untyped_storage())
                 self.trained.setdefault(memory, user_line())
 
     def text(self) -> str:
-        """Message about the refused read."""
+        """Return the message about the refused read."""
         assert self.refused is not None
         line, origin = self.refused
         return (
@@ -155,10 +155,10 @@ def recorded_reads(
     """Context for exporting ``model`` that reads numbers from its real inputs and buffers.
 
     Args:
-        model: its forward is called inside, with traced tensors in place of these.
+        model: its forward is called inside, with traced tensors in place of the real ones.
         leaves: the real inputs, as :func:`sp_compiler.trace.export.flatten_inputs` flattens them.
-        rows: those that are chosen by numbers of inputs and buffers.
-        drawn: random numbers that an export has met.
+        rows: how to treat rows that are selected by values of inputs and buffers.
+        drawn: draws from other random generators that an earlier export has found.
     """
     reads = Reads()
     buffers, constants = dict(model.named_buffers()), _attributes(model)
@@ -187,7 +187,7 @@ def recorded_reads(
         except Exception as error:
             if not is_data_dependent(error):
                 raise
-            # As an error of another class: for its own, export prints the graph that it has so far.
+            # Raised as another class: for its own errors, export prints the graph so far.
             raise DataDependentError(str(error)).with_traceback(error.__traceback__) from None
 
     with replaced_forward(model, reading):
@@ -205,15 +205,15 @@ def _attributes(model: nn.Module) -> dict[tuple[str, str], Tensor]:
 
 
 def _read_node(func: Any, tensor: Tensor) -> Node | None:
-    """Return the node of the number that ``func``, one of the casts, reads of ``tensor``."""
-    # The text of a tensor with dims is that of all its elements.
+    """Return the node of the number that ``func``, one of the casts, reads from ``tensor``."""
+    # The text of a tensor with dims shows all its elements.
     return None if func is Tensor.__format__ and tensor.ndim else node_of(tensor)
 
 
 def _traced_numbers(data: Any, **kwargs: Any) -> Tensor | None:
-    """Return the tensor that ``torch.tensor(data)`` makes of traced numbers, which it would read.
+    """Return ``torch.tensor(data)`` of traced scalars, without reading them.
 
-    ``None`` where ``data`` is anything else than a list of them, of one dtype and device.
+    ``None`` unless ``data`` is a list of scalar tensors of one dtype and device.
     """
     if not isinstance(data, (list, tuple)) or not kwargs.keys() <= {"dtype", "device"}:
         return None
@@ -225,8 +225,8 @@ def _traced_numbers(data: Any, **kwargs: Any) -> Tensor | None:
 
 
 def _is_there_already(tensor: Tensor, *given: Any) -> bool:
-    """Return whether ``tensor.data = value`` assigns what is there: a parameter to itself, as
-    ``Module.to()`` does where nothing is to be done, or what ``tensor.data += 1`` has written."""
+    """Return whether ``tensor.data = value`` changes nothing: a parameter is assigned to itself, as
+    by ``Module.to()`` without a change, or ``tensor.data += 1`` has written in place already."""
     value = given[-1] if given else None
     if value is tensor or not isinstance(value, Tensor) or not share_elements(value, tensor):
         return value is tensor
@@ -237,7 +237,7 @@ def _is_there_already(tensor: Tensor, *given: Any) -> bool:
 def _counts(ids: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor | None:
     """Return ``torch.bincount`` of ids below ``minlength``; larger ones raise in the program.
 
-    ``None`` with weights or without a ``minlength``: then numbers tell the size.
+    ``None`` with weights, or without a ``minlength``, since the size then depends on the ids.
     """
     if weights is not None or not minlength or node_of(ids) is None:
         return None
@@ -249,11 +249,11 @@ _COMPUTED: dict[object, Callable[..., Tensor | None]] = {
     torch.tensor: _traced_numbers,
     torch.bincount: _counts,
     Tensor.bincount: _counts,
-    # Of writes into a detached view, which gets no gradient either, hidden_writes.py knows.
+    # hidden_writes.py handles writes into a detached view, which gets no gradient either.
     Tensor.data.__get__: Tensor.detach,  # type: ignore[attr-defined]
 }
-"""Functions that would read numbers, or return what the tracer does not see, and how their results
-are computed instead; ``None`` where they cannot be."""
+"""Functions that read values, or whose results the tracer does not see, and replacements that
+compute the results; these return ``None`` if they cannot."""
 
 
 class _ReadMode(TorchFunctionMode):
@@ -270,7 +270,7 @@ class _ReadMode(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         if func in _TESTS:
-            with self:  # which is off in here
+            with self:  # a mode is disabled inside its own __torch_function__
                 return bool(_TESTS[func](*args, **(kwargs or {})))
         self._reads.note_trained((args, kwargs))
         if func in _CASTS and (node := _read_node(func, args[0])) is not None:
@@ -279,7 +279,7 @@ class _ReadMode(TorchFunctionMode):
                 return _CASTS[func](self._decide(node, parts), *args[1:])
             if (finite := self.finite.answer(args[0])) is not None:
                 return _CASTS[func](finite, *args[1:])
-            # Torch may still have an answer (a constant), or nobody may use what it returns.
+            # Torch may still know the value (a constant), or it may be unused.
             self._reads.refused = self._reads.refused or (user_line(), refusal)
         if func in _OF_GRAD_MODE and asked_by_model() and not self._is_given(args[0]):
             value = func(*args)
@@ -299,7 +299,7 @@ class _ReadMode(TorchFunctionMode):
         return result
 
     def _computed(self, node: Node) -> tuple[list[Node], str]:
-        """Return the nodes that compute ``node``, and why no call can do so before, or ""."""
+        """Return the nodes that compute ``node``, and why they cannot run before a call, or ""."""
         parts = computation(node)
         refusal = next(filter(None, map(self._sources.refusal, parts)), "")
         if not refusal and is_under_autocast(parts):
@@ -316,11 +316,11 @@ class _ReadMode(TorchFunctionMode):
         return self._decide(node, computation(node))
 
     def _is_given(self, tensor: Tensor) -> bool:
-        """Return whether it is an input, a buffer or a parameter, for which no mode counts."""
+        """Return whether it is an input, a buffer or a parameter, which no grad mode affects."""
         return node_of(tensor) in self._sources.refs
 
     def _read_layout(self, tensor: Tensor) -> None:
-        """Record it for the inputs that ``tensor`` is a view of: theirs decides its own."""
+        """Record the layouts of inputs that ``tensor`` is a view of: they determine its own."""
         node = node_of(tensor)
         storage = None if node is None else storage_of(node)
         for source, ref in self._sources.refs.items():
@@ -335,10 +335,10 @@ class _ReadMode(TorchFunctionMode):
         for earlier in self._reads.decisions:
             if not isinstance(earlier, NumberRead):
                 continue
-            # Layers ask one by one for what is the same in all of them. Constants have names.
+            # Each layer reads the same number again. Constants are compared by their names in code.
             if earlier.sources == fresh.sources and earlier.module.code == fresh.module.code:
                 return value
-        # What is made of constants alone is the same in every call.
+        # A number computed only from constants is the same in every call.
         if fresh.sources:
             self._reads.decisions.append(replace(fresh, value=repr(value)))
         return value

@@ -1,13 +1,13 @@
-"""Questions of a forward whether all numbers of a tensor are finite.
+"""Tests in a forward of whether all values of a tensor are finite.
 
-``if not torch.isfinite(x).all(): x = x.clamp(...)`` reads a number that no capture can know. The
-program is the one for finite numbers. Where the answer was another, all that the program returns
-becomes NaN::
+``if not torch.isfinite(x).all(): x = x.clamp(...)`` reads a number that is unknown in a capture.
+The program is the one for finite values. If the actual answer differs, everything that the program
+returns becomes NaN::
 
     if torch.isinf(x).any(): ...       =>       asked = x.isinf().any()
     return loss                                 return loss * where(asked != False, nan, 1)
 
-So are the questions of ``torch.distributions`` whether what it is given is valid.
+The checks of ``torch.distributions`` for valid arguments are treated in the same way.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TESTS: Mapping[object, bool] = {
     torch.isinf: False,
     Tensor.isinf: False,
 }
-"""What is computed of numbers one by one, and its elements if all of the numbers are finite."""
+"""Elementwise tests, and the elements of their result if all values are finite."""
 _EVERY: Mapping[object, bool] = {
     torch.all: True,
     Tensor.all: True,
@@ -41,9 +41,9 @@ _EVERY: Mapping[object, bool] = {
     Tensor.any: False,
     torch._is_all_true: True,
 }
-"""Reductions, and the elements that all of an operand's must be for the result to be known."""
+"""Reductions, and the value that all elements of the operand must have for a known result."""
 _COUNTS = (torch.sum, Tensor.sum)
-"""Reductions whose result is known, and zero, if all elements of the operand are."""
+"""Reductions whose result is zero if all elements of the operand are known to be zero."""
 _COMBINED: Mapping[object, Callable[..., bool]] = {
     Tensor.__or__: lambda *known: any(known),
     torch.logical_or: lambda *known: any(known),
@@ -64,17 +64,17 @@ _COMPARED: Mapping[object, Callable[..., bool]] = {
     torch.gt: operator.gt,
     Tensor.gt: operator.gt,
 }
-"""Comparisons with a number: how many elements are not finite, and zero."""
+"""Comparisons with a number, such as a count of non-finite elements with zero."""
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """Elements of a tensor if all numbers of others are finite.
+    """Value of the elements of a tensor if all values of the tested tensors are finite.
 
     Attributes:
-        tensor: whose elements they are; held, so that no other tensor gets its id.
-        version: of the tensor: a write may have changed it.
-        value: of each of them; a bool, or a count.
+        tensor: the tensor with these elements; kept alive, so that no other tensor gets its id.
+        version: version of the tensor: a later write may have changed it.
+        value: value of each element; a bool, or a count.
     """
 
     tensor: Tensor
@@ -84,14 +84,14 @@ class _Answer:
 
 @dataclass
 class FiniteTests:
-    """Tests for finite numbers that a forward has made during a capture."""
+    """Tests for finite values in a forward, during a capture."""
 
     _answers: dict[int, _Answer] = field(default_factory=dict)
-    _others: list[Tensor] = field(default_factory=list)  # whether an answer was another
+    _others: list[Tensor] = field(default_factory=list)  # whether the actual answer differs
 
     def record(self, func: Any, args: Sequence[Any], result: Any) -> None:
-        """Note ``result`` of ``func(*args)`` if it is known for finite numbers, or for valid ones;
-        to be called by the mode that has been given ``func``."""
+        """Note ``result`` of ``func(*args)`` if it is known for finite or valid values; only the
+        mode that intercepts ``func`` may call this, since its caller is looked up."""
         if not args or not isinstance(result, Tensor):
             return
         value: int | None
@@ -99,7 +99,7 @@ class FiniteTests:
             value = _TESTS[func] if args[0].is_floating_point() else None
         elif func in _EVERY:
             known = self._known(args[0])
-            # Where a distribution gets another answer, it raises. Its frame is the mode's caller.
+            # A distribution raises if the answer differs. Its frame is that of the mode's caller.
             asks = sys._getframe(2).f_globals.get("__name__", "")
             is_check = asks.startswith("torch.distributions.")
             value = _EVERY[func] if known is _EVERY[func] or is_check else None
@@ -124,14 +124,14 @@ class FiniteTests:
         return None if found is None or found.version != found.tensor._version else found.value
 
     def answer(self, tensor: Tensor) -> int | None:
-        """Return the number of ``tensor`` for finite numbers; ``None`` if it is no such test."""
+        """Return the number in ``tensor`` for finite values; ``None`` if it is not such a test."""
         value = self._known(tensor)
         if value is not None:
             self._others.append(tensor.detach() != value)
         return value
 
     def shown(self, outputs: Any) -> Any:
-        """Return ``outputs`` of the forward, NaN where an answer was another.
+        """Return ``outputs`` of the forward, or NaN if an actual answer differs.
 
         Raises:
             CaptureError: none of them is a floating-point tensor.
@@ -143,10 +143,10 @@ class FiniteTests:
         floats = [isinstance(x, Tensor) and x.is_floating_point() for x in leaves]
         if not any(floats):
             raise CaptureError(
-                "the forward asks whether activations are finite, and returns no floating-point "
-                "tensor that could show where they are not; ask outside of forward"
+                "the forward tests whether activations are finite, but returns no floating-point "
+                "tensor that could show that they are not; test outside of forward"
             )
-        # By a product, so that gradients are NaN as well.
+        # By multiplication, so that gradients are NaN as well.
         marked = [
             x * torch.where(others.any(), math.nan, 1.0).to(x.dtype) if is_float else x
             for x, is_float in zip(leaves, floats, strict=True)

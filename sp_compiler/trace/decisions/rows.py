@@ -1,12 +1,12 @@
-"""Rows that a forward chooses by numbers of its inputs and buffers: their count is a decision.
+"""Rows that a forward selects by values of its inputs and buffers: their count is a decision.
 
 A graph has no size for ``x[mask]`` or ``x[:length]``. If the mask is known before each call, so is
 the count, and so is a size that is a tensor (``x.view(height, -1)``)::
 
     x[mask]  ->  x.flatten(0, mask.ndim - 1)[argsort(mask, descending, stable)[:count]]
 
-The program then holds for calls that choose as many. Captures therefore count rows only where
-:mod:`sp_compiler.trace.masked_rows` cannot compute all of them instead.
+The program then holds only for calls that select the same number of rows. Captures therefore count
+rows only where :mod:`sp_compiler.trace.masked_rows` cannot compute all of them instead.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SIZED = frozenset(
 
 @dataclass
 class ChosenRows:
-    """How a capture treats rows that are chosen by numbers known before each call.
+    """How a capture treats rows that are selected by values known before each call.
 
     Attributes:
         counted: whether their counts are read.
@@ -52,12 +52,12 @@ class ChosenRows:
 
 @dataclass
 class RowChoices:
-    """Calls that choose rows, in one run of a forward.
+    """Calls that select rows, in one run of a forward.
 
     Attributes:
-        rows: how they are treated; ``seen`` is set.
-        known: whether the numbers of a tensor are known before each call.
-        read: the number of such a tensor, as a decision.
+        rows: how they are treated; ``seen`` is set here.
+        known: returns whether the values of a tensor are known before each call.
+        read: reads the number in such a tensor, as a decision.
     """
 
     rows: ChosenRows
@@ -65,7 +65,7 @@ class RowChoices:
     read: Callable[[Tensor], Any]
 
     def result(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return what ``func`` of these arguments is; ``NotImplemented`` to call it as it is."""
+        """Return the result of ``func``; ``NotImplemented`` if it is to be called unchanged."""
         if not args:
             return NotImplemented
         if func in _ITEMS:
@@ -100,7 +100,7 @@ class RowChoices:
         return _is_mask(index) and self._is_known(index)
 
     def _is_known(self, tensor: Any) -> bool:
-        """Return whether rows chosen by ``tensor`` are to be counted."""
+        """Return whether rows selected by ``tensor`` are to be counted."""
         if not isinstance(tensor, Tensor) or not tensor.ndim:
             return False
         return self._counts(tensor)
@@ -111,13 +111,13 @@ class RowChoices:
         return known and self.rows.counted
 
     def _places(self, mask: Tensor) -> Tensor:
-        """Return where a mask is true, counted over all of its elements."""
-        # An order of all, of which the first are taken: its operators have rules, and static sizes.
+        """Return the flat indices at which a mask is true."""
+        # The first of all indices, sorted: these operators have rules and static sizes.
         order = mask.reshape(-1).to(torch.uint8).argsort(descending=True, stable=True)
         return order[: int(self.read(mask.sum()))]
 
     def _columns(self, mask: Tensor) -> tuple[Tensor, ...]:
-        """Return where a mask is true, by dim."""
+        """Return the indices at which a mask is true, by dim."""
         places = self._places(mask)
         columns = []
         for size in reversed(mask.shape):
@@ -145,13 +145,13 @@ class RowChoices:
         return func(*args[:own], *sizes, **named) if self.rows.counted else NotImplemented
 
     def _size(self, size: Any) -> Any:
-        """Return the number of a size or of a slice's bound; one that is not to be read stays."""
+        """Return a size or a slice's bound, as a number if it is a tensor that is to be read."""
         counts = isinstance(size, Tensor) and not size.ndim and self._counts(size)
         return self.read(size) if counts else size
 
     def _repeated(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         repeats = kwargs["repeats"] if "repeats" in kwargs else args[1] if args[1:] else args[0]
-        # One number for all rows is not the sum over them.
+        # With one number for all rows, its sum is not the output size.
         if not isinstance(repeats, Tensor) or repeats.numel() == 1 or not self._is_known(repeats):
             return NotImplemented
         return func(*args, **kwargs, output_size=int(self.read(repeats.sum())))

@@ -1,4 +1,4 @@
-"""Computations of numbers during a capture, and whether they need inputs and buffers alone."""
+"""Computations of numbers during a capture, and whether they need only inputs and buffers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sp_compiler.base.warn import user_line
 from sp_compiler.ir.fx import mutates, written_operands
 from sp_compiler.ir.program import Ref
 
-# Modules of the functions that compute with sizes.
+# Modules with the functions that compute with sizes.
 _PURE = ("_operator", "math", "torch", "builtins")
 
 
@@ -32,12 +32,12 @@ def node_of(tensor: Tensor) -> Node | None:
 
 @dataclass(frozen=True)
 class Sources:
-    """Sources of the numbers of traced values.
+    """Sources of the values of traced tensors.
 
     Attributes:
-        refs: of the placeholders that are inputs, buffers and parameters.
+        refs: references of the placeholders that are inputs, buffers and parameters.
         constants: constant tensors in the trace, each with the real tensor.
-        leaves, buffers: the real ones.
+        leaves, buffers: the real inputs and buffers.
     """
 
     refs: Mapping[Node, Ref]
@@ -52,7 +52,7 @@ class Sources:
         if node.op == "get_attr":
             return "" if self.constant(node) is not None else "a tensor that the model made"
         if not isinstance(node.target, OpOverload):
-            # Arithmetic on sizes, which only reads; grad mode and the like are no operands.
+            # Arithmetic on sizes, which only reads; grad-mode nodes and such are not operands.
             return "" if getattr(node.target, "__module__", "") in _PURE else str(node.target)
         if torch.Tag.nondeterministic_seeded in node.target.tags:
             return f"random numbers ({node.target})"
@@ -62,16 +62,16 @@ class Sources:
 
     def _refusal_of_source(self, ref: Ref | None) -> str:
         if ref is None:
-            return "an input that is no tensor"
+            return "an input that is not a tensor"
         if ref.kind == "param":
             return f"parameter {ref.name!r}"
         value = self.buffers[ref.name] if ref.kind == "buffer" else self.leaves[ref.index]
         if isinstance(value, FakeTensor) or value.is_meta:
-            return f"an example without numbers ({ref.kind} on the meta device)"
+            return f"an example without values ({ref.kind} on the meta device)"
         return ""
 
     def constant(self, node: Node) -> Tensor | None:
-        """Return the real tensor behind a ``get_attr``."""
+        """Return the real tensor that a ``get_attr`` node reads."""
         mode = get_proxy_mode()
         value: Any = None if mode is None else getattr(mode.tracer.root, str(node.target), None)
         for traced, real in self.constants:
@@ -82,8 +82,8 @@ class Sources:
 
 def computation(node: Node) -> list[Node]:
     """Return the nodes that compute ``node``, in order: operands, and writes into them."""
-    # Backwards, so that of each storage only writes from before its use count. What is read is
-    # used now: writes that came after ``node`` was made have changed it, through whatever view.
+    # Backwards, so that only writes before the use of a storage count. ``node`` itself is read now,
+    # so all writes since it was made count, through whatever view.
     wanted, storages = {node}, {storage_of(node)} - {None}
     needed = []
     for each in reversed(node.graph.nodes):
@@ -102,7 +102,7 @@ def storage_of(node: Node) -> int | None:
 
 def is_under_autocast(parts: Sequence[Node]) -> bool:
     """Return whether a floating value of ``parts`` is computed inside an autocast of the model."""
-    # Before a call only the caller's own autocast is on.
+    # Before a call, only the caller's own autocast is active.
     depth, inside = 0, set()
     for node in parts[-1].graph.nodes:
         depth += (node.target is _enter_autocast) - (node.target is _exit_autocast)
@@ -113,7 +113,7 @@ def is_under_autocast(parts: Sequence[Node]) -> bool:
 
 
 def extracted(node: Node, parts: Sequence[Node], sources: Sources) -> NumberRead:
-    """Copy ``parts`` into a separate graph with names that do not depend on their origin."""
+    """Copy ``parts`` into a separate graph, with names that do not depend on their origin."""
     graph, root = Graph(), nn.Module()
     copies: dict[Node, Node] = {}
     inputs = [part for part in parts if part.op == "placeholder"]

@@ -3,8 +3,8 @@
 ``ExportedProgram.run_decompositions`` does that by tracing the graph again, which takes as long as
 the export. Most models do not write in place in forward. For them it is enough to inline the
 subgraphs and to replace the few composite operators that may return a view of their operand
-(``to``, ``contiguous``, ``chunk`` ...) by the operators that they run for this shape and dtype,
-also where sizes are left open.
+(``to``, ``contiguous``, ``chunk`` ...) by the operators that they run for this shape and dtype.
+This also works where sizes are left open.
 """
 
 from __future__ import annotations
@@ -46,18 +46,20 @@ from sp_compiler.trace.functionalize.regions import (
 
 _aten = torch.ops.aten
 _STATE = "sp_compiler_state."
-# They update running statistics, which their schemas do not say.
+# They update running statistics, which their schemas do not declare.
 _NORMS = (_aten.batch_norm.default, _aten.instance_norm.default)
 
 
 def functionalize(exported: ExportedProgram) -> ExportedProgram:
-    """Rewrite ``exported``, of ``torch.export.export``, to functional composite operators.
+    """Rewrite ``exported``, the result of ``torch.export.export``, to functional operators.
+
+    Composite operators that do not return views stay composite.
 
     Values computed under ``no_grad`` are detached. Nodes keep the module and source line of the
     user's model.
 
     Raises:
-        UnsupportedError: a write that its tensor's gradient would not notice.
+        UnsupportedError: a write into a tensor with a gradient that autograd does not record.
     """
     module = exported.graph_module
     is_written = any(map(mutates, _nodes(module)))
@@ -76,18 +78,18 @@ def functionalize(exported: ExportedProgram) -> ExportedProgram:
 
 
 def _decomposed(exported: ExportedProgram, table: dict[Any, Any]) -> ExportedProgram:
-    """Run the decompositions of ``table``, with the model's state under names of our own meanwhile.
+    """Run the decompositions of ``table``, with the model's state renamed meanwhile.
 
-    They make it attributes of a ``GraphModule``, which has some itself, such as ``code``.
+    They make it attributes of a ``GraphModule``, which has attributes itself, such as ``code``.
     """
     _erase_twins(exported)
     _forget_numbers(exported.graph)
     _rename_state(exported, _STATE.__add__)
     kept = {x.target for x in _nodes(exported.graph_module) if _is_kept(x.target)}
-    # torch internals: _collect_all_valid_cia_ops, decomposition_table. What is kept is overridden
-    # one by one, and for all composites of torch that took longer than the trace of a small model.
-    # The decomposition of this loss asks whether there are rows at all, which is unknown of those
-    # that a mask chooses; its kernels do not.
+    # torch internals: _collect_all_valid_cia_ops, decomposition_table. Torch overrides the kept
+    # operators one by one; for all its composites that took longer than the trace of a small model.
+    # The decomposition of this loss asks whether there are any rows, which is unknown if a mask
+    # chooses them; its kernels do not ask.
     with (
         mock.patch.object(exported_program, "_collect_all_valid_cia_ops", return_value=kept),
         mock.patch.dict(decomposition_table),
@@ -99,9 +101,9 @@ def _decomposed(exported: ExportedProgram, table: dict[Any, Any]) -> ExportedPro
 
 
 def _forget_numbers(graph: Graph) -> None:
-    """Let inputs that are whole numbers be nothing: export has written them into their users.
+    """Set integer inputs to ``None``: export has written their values into their users.
 
-    Beside open sizes, each would become a symbol again, which is the size of no input.
+    With open sizes, each would become a symbol again that is not the size of any input.
     """
     for node in graph.find_nodes(op="placeholder"):
         if isinstance(node.meta["val"], int) and not node.users:
@@ -109,10 +111,10 @@ def _forget_numbers(graph: Graph) -> None:
 
 
 def _erase_twins(exported: ExportedProgram) -> None:
-    """Erase the further names of a buffer that modules share, in place.
+    """Erase the unused names of a buffer that modules share, in place.
 
-    The graph uses one of them. What is written into that one would be written into an operand that
-    is another one as well, for which the decompositions make no graph.
+    The graph uses one of them. With the others as inputs too, a write into that one would be a
+    write into an operand that aliases another operand, which the decompositions cannot trace.
     """
     graph, signature = exported.graph, exported.graph_signature
     values = {**exported.state_dict, **exported.constants}
@@ -131,7 +133,7 @@ def _rename_state(exported: ExportedProgram, rename: Callable[[str], str]) -> No
     """Rename parameters, buffers and constants, in place."""
     signature = exported.graph_signature
     for spec in (*signature.input_specs, *signature.output_specs):
-        # What is written into an input has the name of the input, which stays.
+        # The target of a write into an input is the name of that input, which stays.
         if spec.target is not None and spec.kind is not OutputKind.USER_INPUT_MUTATION:
             spec.target = rename(spec.target)
     for values in (exported.state_dict, exported.constants):
@@ -156,7 +158,7 @@ def _is_simple(node: Node) -> bool:
             return False
         if isinstance(leaf, torch.SymFloat | torch.SymBool):
             return False
-        # A number of rows that depends on data, as those of a mask.
+        # The number of rows depends on data, such as a mask.
         if isinstance(leaf, Tensor | torch.SymInt) and free_unbacked_symbols(leaf):
             return False
     if node.op != "call_function" or node.target in (operator.getitem, SET_GRAD):
@@ -169,7 +171,7 @@ def _is_simple(node: Node) -> bool:
 
 
 def _updates_statistics(node: Node) -> bool:
-    """Return whether a norm over a batch writes to its running mean and variance."""
+    """Return whether a batch or instance norm writes to its running mean and variance."""
     if node.target not in _NORMS:
         return False
     *_, running_mean, _, by_batch = node.args[:6]
@@ -179,11 +181,11 @@ def _updates_statistics(node: Node) -> bool:
 def _prepare_subgraphs(module: GraphModule, is_written: bool, records: bool = True) -> None:
     """Prepare grad-mode and autocast regions for inlining without a change of meaning.
 
-    ``run_decompositions`` calls the body; it is interpreted node by node, so that the nodes keep
-    the module and source line of the user's model.
+    ``run_decompositions`` calls the body. The body is interpreted node by node, so that its nodes
+    keep the module and source line of the user's model.
 
     Args:
-        is_written: whether something is written in place, in any region.
+        is_written: whether any region writes in place.
         records: whether gradients are recorded where ``module`` runs.
     """
     if is_written and not records:
@@ -200,8 +202,8 @@ def _prepare_subgraphs(module: GraphModule, is_written: bool, records: bool = Tr
 
 
 def _detach_what_is_written(graph: Graph) -> None:
-    """Detach what operators write into a tensor, which outside of the region may have a gradient
-    later."""
+    """Detach the values that operators write: the tensor written into may get a gradient later,
+    outside of the region."""
     for node in filter(mutates, list(graph.nodes)):
         targets = written_operands(node)
         for source in [x for x in node.all_input_nodes if x not in targets and _is_tensor(x)]:
@@ -214,21 +216,21 @@ def _detach_what_is_written(graph: Graph) -> None:
 
 
 def _detach_new_values(body: GraphModule) -> set[StorageWeakRef]:
-    """Detach what a ``no_grad`` region makes and returns where it is made, by a copy.
+    """Detach new tensors that a ``no_grad`` region returns, by a copy right after they are made.
 
-    Later writes may bring it a gradient, which would not flow through a detached view. Returns the
-    storages of what is detached.
+    Later writes may give them a gradient, which would not flow through a detached view. Returns the
+    storages of the detached tensors.
     """
     new: set[StorageWeakRef] = set()
     returned = {
         storage for value in body.graph.output_node().args[0] for storage in storages(value)
     }
     for node in list(body.graph.nodes):
-        # The first node of a storage is the one that makes it; others are views, or write to it.
+        # The first node of a storage makes it; later ones are views of it, or write to it.
         own = returned.intersection(storages(node))
         if node.op == "output" or not own or not _is_tensor(node):
             continue
-        if is_itself(node):  # nothing new, although the tracer may have made a tensor for it
+        if is_itself(node):  # not new, although the tracer may have made a tensor for it
             continue
         returned -= own
         if node.op == "placeholder":
@@ -245,14 +247,14 @@ def _detach_new_values(body: GraphModule) -> set[StorageWeakRef]:
 
 
 def _detach_outputs(body: GraphModule, detached: set[StorageWeakRef]) -> None:
-    """Detach the results of a ``no_grad`` region, which is all that is left of it when inlined.
+    """Detach the results of a ``no_grad`` region, since its grad mode is lost when it is inlined.
 
-    Not those in storages that are ``detached`` already, nor a tensor that the region was given.
+    Results in storages that are ``detached`` already, and tensors passed to the region, stay.
     """
     output, results = body.graph.output_node(), []
     for value in output.args[0]:
         value = _same_object(body, value)
-        # Not a number made of open sizes.
+        # A number computed from open sizes is not detached.
         is_made = isinstance(value, Node) and value.op != "placeholder" and _is_tensor(value)
         if is_made and detached.isdisjoint(storages(value)):
             value = _detached(body.graph, value)
@@ -284,19 +286,19 @@ def _is_tensor(node: Node) -> bool:
 
 
 def _detached(graph: Graph, value: Node) -> Node:
-    """Insert a detach behind ``value``, which stays in use."""
+    """Insert a detach after ``value``, whose users stay."""
     detach, meta = _aten.detach.default, {"val": value.meta["val"]}
     with graph.inserting_after(value):
         return make_call(graph, detach, (value,), like=value, origin=Pass.EXPORT, meta=meta)
 
 
-# The way without another trace.
+# Functionalization without another trace.
 
 
 def _inline(module: GraphModule) -> None:
     """Copy the nodes of every subgraph to where it is called."""
     graph = module.graph
-    # Grad mode alone: functionalize() leaves autocast regions to run_decompositions.
+    # Only grad mode: functionalize() leaves autocast regions to run_decompositions.
     for node in calls(graph, SET_GRAD):
         body = body_of(module, node)
         _inline(body)
@@ -308,7 +310,8 @@ def _inline(module: GraphModule) -> None:
 
 def _replace(node: Node, body: Graph, inputs: Any) -> list[Node]:
     """Replace ``node`` by the nodes of ``body``, called with ``inputs``; return them."""
-    graph, before = node.graph, node.prev  # graph_copy does not return the new nodes: those between
+    # graph_copy does not return the new nodes: they are those between `before` and `node`.
+    graph, before = node.graph, node.prev
     values = dict(zip(body.find_nodes(op="placeholder"), inputs, strict=True))
     with graph.inserting_before(node):
         results = graph.graph_copy(body, values)
@@ -342,6 +345,6 @@ def _is_decomposed(target: Any) -> bool:
 
 def _is_kept(target: Any) -> bool:
     """Return whether an operator is a composite that ``run_decompositions`` keeps."""
-    # torch internals: _is_preservable_cia_op. With a list of our own the two ways to functionalize
-    # would differ.
+    # torch internals: _is_preservable_cia_op. With a list of our own, the two ways to functionalize
+    # could differ.
     return isinstance(target, OpOverload) and _is_preservable_cia_op(target)

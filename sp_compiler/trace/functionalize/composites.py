@@ -1,4 +1,4 @@
-"""Composite operators: what a call of one runs, as a graph."""
+"""Composite operators: the operators that one call runs, as a graph."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sp_compiler.ir.fx import mutates
 
 
 def is_composite(target: Any) -> bool:
-    """Return whether an operator is implemented by others alone, for every device."""
+    """Return whether an operator is implemented by other operators only, on every device."""
     return isinstance(target, OpOverload) and _is_cia_op(target)
 
 
@@ -49,13 +49,14 @@ def trace_call(node: Node, mode: FakeTensorMode) -> Graph:
         args, kwargs = map_arg((node.args, node.kwargs), known.__getitem__)
         return node.target(*args, **kwargs)
 
-    with mode, enable_python_dispatcher():  # which decomposes in Python, as the export does
+    with mode, enable_python_dispatcher():  # decomposes in Python, as the export does
         values = [
             pytree.tree_map_only(Tensor, Tensor.detach, source.meta["val"]) for source in inputs
         ]
         graph = make_fx(call)(*values).graph
-        # Some composites write to what they make, feature dropout to its noise. Not always: under
-        # functionalize others are made of other operators, dropout of what draws a mask.
+        # Some composites write into tensors that they make, such as feature dropout into its noise.
+        # Functionalize only those: under functionalize, others are decomposed differently (dropout
+        # into operators that draw a mask).
         if any(map(mutates, graph.nodes)):
             graph = make_fx(torch.func.functionalize(call))(*values).graph
         return graph

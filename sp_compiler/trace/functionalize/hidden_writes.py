@@ -1,4 +1,4 @@
-"""Writes in place that autograd does not record, into tensors whose gradient it does.
+"""In-place writes that autograd does not record, into tensors whose gradient it records.
 
 ::
 
@@ -6,9 +6,9 @@
     with torch.no_grad():            d.mul_(2)
         h.mul_(2)
 
-Eager code that reads ``h`` goes on with the new numbers and the gradient of the old ones, as if
-nothing had been written. In a functional graph the new value is another one, which is detached:
-gradients that eager code has would be lost without a word.
+Eager code that reads ``h`` continues with the new values and the gradient of the old ones, as if
+nothing had been written. In a functional graph the result of the write is another value, which is
+detached: gradients that eager code computes would be silently lost.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _WITHOUT_GRADIENT = frozenset(
 
 
 def storages(value: Any) -> list[StorageWeakRef]:
-    """Return the storages of the tensors that a node returns: views have that of their base."""
+    """Return the storages of the tensors that a node returns; a view has that of its base."""
     leaves = pytree.tree_leaves(value.meta.get("val")) if isinstance(value, Node) else []
     return [
         StorageWeakRef(leaf.untyped_storage())
@@ -60,12 +60,12 @@ def storages(value: Any) -> list[StorageWeakRef]:
 
 
 def is_itself(node: Node) -> bool:
-    """Return whether the operator has returned its operand, the same object: ``x.float()`` of
-    float32, ``x.add_(y)``. What uses ``x`` afterwards is recorded as a user of this node."""
+    """Return whether the operator returned its operand, the same object: ``x.float()`` of float32,
+    ``x.add_(y)``. Later uses of ``x`` are recorded as uses of this node."""
     if mutates(node):
         return written_operands(node) == [node.args[0]] and storages(node) == storages(node.args[0])
     if node.target in _DROPOUTS:
-        # By its arguments: the tracer runs another operator, which returns a new tensor.
+        # Decided by the arguments: the tracer runs another operator, which returns a new tensor.
         given = arguments(node)
         return not given["train"] or given["p"] == 0
     if node.target not in _MAY_RETURN_ITSELF or not isinstance(node.args[0], Node):
@@ -80,7 +80,7 @@ def refuse_hidden_writes(module: GraphModule) -> None:
     """Raise an error for such a write in a graph of ``torch.export``, or in one of its regions.
 
     Raises:
-        UnsupportedError: with the line of the write.
+        UnsupportedError: names the line of the write.
     """
     walk = _Walk()
     for node in module.graph.find_nodes(op="placeholder"):
@@ -97,10 +97,10 @@ class _Walk:
     """One pass over the nodes of a graph and its regions, in the order in which they run.
 
     Attributes:
-        given: storages of parameters, buffers and inputs: of these, export itself refuses writes,
-            but for buffers, through which no gradient flows from one call to the next.
+        given: storages of parameters, buffers and inputs. Export itself refuses writes into them,
+            except into buffers, through which no gradient flows from one call to the next.
         with_gradient: storages of tensors with a gradient.
-        hidden: storage to the last write that hides from it.
+        hidden: the last unrecorded write into each storage.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class _Walk:
         self.hidden: dict[StorageWeakRef, Node] = {}
 
     def run(self, module: GraphModule, *, records: bool, detached: list[bool]) -> list[bool]:
-        """Return which results are detached views, of inputs of which some are ``detached``."""
+        """Return which results are detached views, given which inputs are (``detached``)."""
         given, known = iter(detached), dict[Node, bool]()
         for node in module.graph.nodes:
             if node.op == "placeholder":
@@ -123,10 +123,12 @@ class _Walk:
         return []
 
     def refuse_reads(self, recorded: Iterable[Any]) -> None:
-        """Raise an error if a hidden write has changed what is read: nothing is lost before.
+        """Raise an error if a hidden write has changed a value that is read.
+
+        Until it is read, no gradient is lost.
 
         Raises:
-            UnsupportedError: with the line of the write.
+            UnsupportedError: names the line of the write.
         """
         for storage in (storage for value in recorded for storage in storages(value)):
             if storage in self.hidden:

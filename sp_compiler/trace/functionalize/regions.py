@@ -1,4 +1,4 @@
-"""The regions of a graph of ``torch.export`` with a grad mode or an autocast of their own."""
+"""Regions of a graph of ``torch.export`` that have their own grad mode or autocast."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 
 
 def attribute_of(module: GraphModule, node: Node) -> Any:
-    """Return what the ``get_attr`` node ``node`` reads; ``None`` if there is no such attribute."""
+    """Return the attribute that the ``get_attr`` node reads; ``None`` if it does not exist."""
     return getattr(module, str(node.target), None)
 
 
@@ -25,6 +25,6 @@ def body_of(module: GraphModule, node: Node) -> GraphModule:
 
 
 def operands_of(node: Node, body: GraphModule) -> tuple[Any, ...]:
-    """Return what ``node`` gives to the placeholders of its ``body``, the last arguments."""
+    """Return the arguments that ``node`` passes to the placeholders of ``body``: its last ones."""
     num_inputs = len(body.graph.find_nodes(op="placeholder"))
     return node.args[len(node.args) - num_inputs :]

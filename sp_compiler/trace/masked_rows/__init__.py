@@ -2,12 +2,12 @@
 
 The number of rows that a mask selects depends on data, so a graph of fixed shapes cannot represent
 them. Most mixtures of experts are written this way: each expert computes the rows of its own tokens
-and adds them at their old positions::
+and adds the results at their original positions::
 
     t, k = where(mask)                                 # mask: (T, K), with u rows
     y = index_put(y, [t], y[t] + p[t, k, None] * expert(x[t]))
     -->
-    w = sum(where(mask, p, 0), 1)                      # of the k that is chosen, if any is
+    w = sum(where(mask, p, 0), 1)                      # p of the selected k, or 0
     y = where(any(mask, 1)[:, None], y + w[:, None] * expert(x), y)
 
 Row-wise operators run on all rows, and rows that the mask does not select are dropped where the
@@ -63,19 +63,19 @@ _PRODUCTS = (_aten.linear.default, _aten.matmul.default, _aten.mm.default)
 def compute_all_rows(graph: Graph) -> None:
     """Rewrite an exported ``graph`` in place; new nodes get no values.
 
-    Writing one row twice without adding is undefined in PyTorch, so the mask must select each row
-    at most once there. A graph without selected rows does not change.
+    Writing a row twice without adding is undefined in PyTorch, so for such writes the mask must
+    select each row at most once. A graph without selected rows does not change.
 
     Raises:
         CaptureError: selected rows are used in a way that cannot be rewritten to all rows.
     """
-    erase_dead(graph)  # what nobody uses needs no shape
+    erase_dead(graph)  # unused values need no shape
     _Rewrite(graph).run()
     erase_dead(graph)
 
 
 class _Rewrite:
-    """State of one rewrite: the masks, and the values of rows that they select."""
+    """State of one rewrite: the masks, and the values of the rows that they select."""
 
     def __init__(self, graph: Graph) -> None:
         self._values = RowValues(graph)
@@ -95,7 +95,7 @@ class _Rewrite:
                 self._visit(node)
             except RowsRefused as reason:
                 raise CaptureError(
-                    f"rows are chosen by the numbers in a tensor, and {reason} ({node.target}); "
+                    f"rows are selected by the values in a tensor, and {reason} ({node.target}); "
                     f"use masks and torch.where in place of boolean indexing\n{node_origin(node)}"
                 ) from None
 
@@ -104,7 +104,8 @@ class _Rewrite:
         if target in (_aten.where.default, _aten.nonzero_numpy.default, _aten.nonzero.default):
             mask = node.args[0]
             assert isinstance(mask, Node)
-            # A mask that is made of chosen rows chooses among them, which all rows do not show.
+            # A mask computed from selected rows selects among those rows only, which a computation
+            # on all rows cannot express.
             if mask not in self._values.rows:
                 self._places[node] = self._known_mask(mask)
         elif node.args and node.args[0] in self._places:
@@ -117,12 +118,12 @@ class _Rewrite:
             if target in SINKS:
                 self._put_back(node)
             elif target is _aten._assert_tensor_metadata.default:
-                self._values.graph.erase_node(node)  # what it looks at will be gone
+                self._values.graph.erase_node(node)  # its operand will be gone
             elif target is not _aten.sym_size.int and not self._reduce(node):
                 self._values.rows[node] = self._computed(node)
 
     def _known_mask(self, mask: Node) -> Node:
-        """The first mask with the same computation: ``y[i == e] = x[i == e]`` has two of them."""
+        """Return the first mask with the same computation: ``y[i == e] = x[i == e]`` has two."""
         if not self._numbers:
             self._numbers = _numbered(self._values.graph)
         return self._masks.setdefault(self._numbers[mask], mask)
@@ -173,19 +174,19 @@ class _Rewrite:
             self._values.rows[node] = self._entered(Rows(mask, x, first, axes), x)
             return
         if [dim for dim, _ in places] != list(range(first, first + len(places))):
-            raise RowsRefused("they are indexed by dims that are apart")
+            raise RowsRefused("they are indexed in dims that are not adjacent")
         rows = self._taken(x, first, [self._values.rows[index] for index in chosen])
         self._values.rows[node] = self._entered(rows, node)
 
     def _select(self, node: Node) -> None:
-        """``masked_select(x, mask)``: single numbers are the rows."""
+        """``masked_select(x, mask)``: the rows are single elements."""
         x, mask = node.args
         assert isinstance(x, Node)
         assert isinstance(mask, Node)
         if x in self._values.rows or mask in self._values.rows:
             raise RowsRefused("rows are taken out of them")
         mask, shape = self._known_mask(mask), torch.broadcast_shapes(shape_of(x), shape_of(mask))
-        # Of each call of a module its own, as the places in RowValues.hit.
+        # A separate one for each call of a module, for the reason given in RowValues.hit.
         key = str(node.meta.get("nn_module_stack")), mask, str(shape)
         if key not in self._expanded:
             self._expanded[key] = self._expand(mask, shape)
@@ -201,8 +202,8 @@ class _Rewrite:
         return expanded
 
     def _entered(self, rows: Rows, node: Node) -> Rows:
-        """Rows with zeros where the mask selects none, because these values may not be finite."""
-        # Their gradient is zero, but a product would give a parameter zero times NaN.
+        """Return ``rows`` with zeros where the mask selects none: those may not be finite."""
+        # Their gradient is zero, but the gradient of a parameter would contain zero times NaN.
         if not node.meta["val"].is_floating_point():
             return rows
         right = len(shape_of(self._values.node)) - rows.dim - 1
@@ -224,7 +225,7 @@ class _Rewrite:
             return Rows(mask, x, first, places[0].axes if len(places) == 1 else union(places))
         axes = union(places)
         index = [None] * first + [self._values.widened(each, axes, 0) for each in places]
-        # Places of rows that are left out may be out of range.
+        # Indices of rows that are not selected may be out of range.
         hit = self._values.hit(mask, axes, 0)
         index = [i and self._values.call(_aten.where.ScalarOther, hit, i, 0) for i in index]
         return Rows(mask, self._values.call(_aten.index.Tensor, x, index), first, axes)
@@ -247,9 +248,9 @@ class _Rewrite:
         return self._row_by_row(node, x, bound)
 
     def _row_by_row(self, node: Node, x: Node, bound: Mapping[str, Any]) -> Rows:
-        """The rows of ``node``, each of which is computed from one row of ``x``."""
+        """Return the rows of ``node``, each of which is computed from one row of ``x``."""
         target, rows, rank = node.target, self._values.rows[x], len(shape_of(x))
-        right = rank - rows.dim - 1  # dims behind the rows
+        right = rank - rows.dim - 1  # dims after the dim of rows
         if target in _PRODUCTS and right and (target is _aten.linear.default or rank == 2):
             product = target if target is _aten.linear.default else _aten.matmul.default
             every = self._values.call(product, rows.node, *node.args[1:], **node.kwargs)
@@ -267,7 +268,7 @@ class _Rewrite:
         raise RowsRefused("they are not computed row by row")
 
     def _looked_up(self, node: Node, bound: Mapping[str, Any]) -> Rows:
-        """``gather(x, dim, index)`` of rows of both, such as the score of each row's class."""
+        """``gather(x, dim, index)`` where both are rows, such as the score of each row's class."""
         operands = [self._values.rows[bound[name]] for name in ("self", "index")]
         (x, index), rank = operands, len(shape_of(node))
         dim, right = bound["dim"] % rank, rank - x.dim - 1
@@ -281,14 +282,14 @@ class _Rewrite:
             every = self._values.widened(rows, axes, right, bound[name])
             shape = [*given[: x.dim], *sizes, *given[x.dim + 1 :]]
             wide.append(self._values.call(_aten.expand.default, every, shape))
-        # Places of rows that are left out may be out of range.
+        # Indices of rows that are not selected may be out of range.
         hit = self._values.hit(x.mask, axes, right)
         places = self._values.call(_aten.where.ScalarOther, hit, wide[1], 0)
         every = self._values.call(_aten.gather.default, wide[0], dim - rank, places)
         return Rows(x.mask, every, x.dim, axes)
 
     def _reshaped(self, node: Node, rows: Rows) -> Rows:
-        """A view that keeps the rows as a separate dim."""
+        """Return a view that keeps the rows as a separate dim."""
         old, new = shape_of(node.args[0]), shape_of(node)
         dims = [dim for dim, size in enumerate(new) if free_unbacked_symbols(size)]
         if len(dims) != 1 or not same_shape([new[dims[0]]], [old[rows.dim]]):

@@ -42,11 +42,11 @@ class PutBack:
         if not shape_of(value) and not accumulate and base not in self._values.rows:
             self._write_number(node, base, indices, value)
             return
-        # Rows written among rows would need to know which of them are chosen twice.
+        # For rows written into rows, it would have to be known which are selected by both masks.
         if base in self._values.rows or value not in self._values.rows:
             raise RowsRefused("they are written into each other")
         given = arguments(node)
-        # Tokens lie in dim 0; a factor has no place where sums are rewritten.
+        # Tokens must be in dim 0, and rewritten sums have no place for a factor.
         if given.get("dim", 0) != 0 or given.get("alpha", 1) != 1:
             raise RowsRefused("they go back to other places")
         places = [self._values.rows[index] for index in indices if index in self._values.rows]
@@ -54,8 +54,8 @@ class PutBack:
             raise RowsRefused("they go back to other places")
         rows, right = self._values.rows[value], len(shape_of(value)) - 1
         mask = rows.mask
-        # ``y[mask] = ...`` names all axes of the mask, ``index_add(0, t, ...)`` those of its
-        # places.
+        # ``y[mask] = ...`` uses all axes of the mask, ``index_add(0, t, ...)`` those of the
+        # indices.
         if len(indices) == 1 and is_mask(indices[0]) and not places:
             same = self._known_mask(indices[0]) is mask
             axes = tuple(range(len(shape_of(mask))))
@@ -105,7 +105,7 @@ class PutBack:
         count = math.prod(sizes)
         index = self._values.widened(places[0], every, 0)
         index = self._values.call(_aten.expand.default, index, sizes)
-        # Places of rows that are left out may be out of range.
+        # Indices of rows that are not selected may be out of range.
         hit = self._values.hit(rows.mask, every, 0)
         index = self._values.call(_aten.where.ScalarOther, hit, index, 0)
         index = self._values.call(_aten.reshape.default, index, [count])
@@ -117,14 +117,17 @@ class PutBack:
         )
 
     def _summed(self, value: Node, axes: tuple[int, ...], right: int) -> Node:
-        """The sum of the selected rows at each position of ``axes``, which the value may lack."""
+        """Return the sum of the selected rows at each position of ``axes``.
+
+        ``value`` may not depend on all of ``axes``.
+        """
         known = self._values.rows
         rows = known[value]
         others = [axis for axis in range(len(shape_of(rows.mask))) if axis not in axes]
         if not others:
             return self._values.zero_filled(value, right)
         if value.target is _aten.mul.Tensor:
-            # A factor that the sum does not run over comes behind it: it is the wider one.
+            # A factor that is constant over the sum is applied after it, since it is the wider one.
             for inner, outer in (value.args, value.args[::-1]):
                 factor = known.get(outer)
                 same_rank = all(len(shape_of(x)) == right + 1 for x in (inner, outer) if x in known)
@@ -136,7 +139,7 @@ class PutBack:
         return self._sum(value, others, right)
 
     def _picked(self, value: Node, axes: tuple[int, ...], right: int) -> Node:
-        """The selected row at each position of ``axes``; arbitrary if none is selected."""
+        """Return the selected row at each position of ``axes``; arbitrary if none is selected."""
         rows = self._values.rows[value]
         if rows.axes == axes:
             return rows.node
@@ -147,7 +150,7 @@ class PutBack:
         if torch.Tag.pointwise in getattr(value.target, "tags", ()) and all(
             self._values.rows[x].dim == 0 for x in operands
         ):
-            # Row by row: to pick before is the same as to pick behind, and computes less.
+            # Computed row by row: picking the operands gives the same result with less work.
 
             def picked(x: Node) -> Rows:
                 inner = len(shape_of(x)) - 1
@@ -157,7 +160,7 @@ class PutBack:
         return self._sum(value, others, right)
 
     def _sum(self, value: Node, axes: Sequence[int], right: int) -> Node:
-        # PyTorch sums integers in int64, and the model's graph has their own type.
+        # PyTorch sums integers in int64; the model's graph has their own dtype.
         if not value.meta["val"].is_floating_point():
             raise RowsRefused("a sum of them would have another type")
         return self._values.call(
@@ -168,7 +171,7 @@ class PutBack:
 def covers(x: Node, first: int, places: Sequence[Rows]) -> bool:
     """Return whether ``x[i, j]`` equals ``x`` at every position of the mask."""
     columns = [each.column for each in places]
-    # A computed place, or one axis twice, as in a diagonal.
+    # A computed index, or one axis twice, as in a diagonal.
     if None in columns or len(set(columns)) != len(columns):
         return False
     sizes = [shape_of(places[0].mask)[axis] for axis in columns if axis is not None]
@@ -187,20 +190,20 @@ def _chooses_once(mask: Node, axes: Sequence[int]) -> bool:
         return False
     if not isinstance(chosen, Node) or _viewed(chosen).target is not _aten.topk.default:
         return False
-    # Of a slot there may be many tokens. The mask may be permuted: sizes tell which dim is which.
+    # A slot may have many tokens. The mask may be permuted: sizes tell which dim is which.
     is_slot = same_shape([shape_of(mask)[axis] for axis in axes], [arguments(_viewed(chosen))["k"]])
     return not is_slot
 
 
 def _viewed(node: Node) -> Node:
-    """Return what ``node`` is a part or a view of."""
+    """Return the value that ``node`` is a part or a view of."""
     while node.target in _PARTS and isinstance(source := node.args[0], Node):
         node = source
     return node
 
 
 def is_table(index: Any) -> bool:
-    """Return whether ``index`` is a tensor of places with several dims."""
+    """Return whether ``index`` is an index tensor with several dims."""
     return isinstance(index, Node) and not is_mask(index) and len(shape_of(index)) > 1
 
 
@@ -219,4 +222,4 @@ SINKS: dict[object, _Sink] = {
         given["src"], given["self"], [given["index"]], True
     ),
 }  # fmt: skip
-"""Operators that put rows back, and of their arguments: rows, base, places, whether they add."""
+"""Operators that put rows back, with their rows, base, indices, and whether they accumulate."""

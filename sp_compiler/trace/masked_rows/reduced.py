@@ -1,4 +1,4 @@
-"""Operators that reduce selected rows: sums, means and losses over all that a mask selects."""
+"""Operators that reduce selected rows: sums, means and losses over all rows of a mask."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OF_PAIRS = (
 _OF_CLASSES = (
     _aten.cross_entropy_loss.default, _aten.nll_loss_nd.default, _aten.nll_loss.default,
 )  # fmt: skip
-_NONE, _MEAN = 0, 1  # of the argument ``reduction``
+_NONE, _MEAN = 0, 1  # values of the argument ``reduction``
 
 
 class Reductions:
@@ -36,7 +36,7 @@ class Reductions:
         cross_entropy(x[mask], y[mask])
                                     -->  cross_entropy(x, where(mask, y, ignore_index))
 
-    The number of rows may be zero: then means are NaN and gradients zero, as in the model.
+    If no rows are selected, means are NaN and gradients zero, as in the model.
 
     Args:
         values: the values of rows in the graph.
@@ -71,7 +71,7 @@ class Reductions:
         return True
 
     def _not_broadcast(self, node: Node) -> bool:
-        """Remove a broadcast of operands of one shape, which losses of torch begin with."""
+        """Remove a broadcast of operands of equal shape, with which torch's losses begin."""
         operands: list[Node] = node.args[0]
         first, *others = (shape_of(each) for each in operands)
         if not all(same_shape(first, shape) for shape in others):
@@ -81,7 +81,7 @@ class Reductions:
         return True
 
     def _along_others(self, node: Node, dims: Sequence[int]) -> bool:
-        """A sum or a mean of each row, which keeps the rows."""
+        """Rewrite a sum or a mean within each row, which keeps the rows."""
         x = node.all_input_nodes[0]
         rows, rank = self._values.rows[x], len(shape_of(x))
         if min(dims) < rows.dim:
@@ -92,10 +92,11 @@ class Reductions:
         return True
 
     def _reduced(self, node: Node, x: Node, dims: Sequence[int], *, mean: bool) -> Node:
-        """The sum or the mean of the selected rows of ``x`` over ``dims``, with that of rows."""
+        """Return the sum or the mean of the selected rows of ``x`` over ``dims``, which include the
+        dim of rows."""
         values, rows = self._values, self._values.rows[x]
         given, dtype = x.meta["val"].dtype, node.meta["val"].dtype
-        # A mean in half precision has a sum in float32, which does not overflow.
+        # The sum of a mean in half precision is in float32, which does not overflow.
         wide = torch.float32 if mean and dtype.itemsize < 4 else dtype
         cast = {} if given == wide or not wide.is_floating_point else {"dtype": wide}
         right, added = len(shape_of(x)) - rows.dim - 1, len(shape_of(rows.mask)) - 1
@@ -107,7 +108,7 @@ class Reductions:
         total = values.call(_aten.sum.dim_IntList, every, sorted(places), **cast)
         if not mean:
             return total
-        # Of no rows at all it is 0 / 0, as in the model.
+        # Without any rows it is 0 / 0, as in the model.
         total = values.call(_aten.div.Tensor, total, self._count(rows.mask))
         return total if wide == dtype else values.call(_aten._to_copy.default, total, dtype=dtype)
 
@@ -116,12 +117,12 @@ class Reductions:
         return self._values.call(_aten.sum.default, self._values.hit(mask, every, 0))
 
     def _pairs(self, node: Node, bound: Mapping[str, object]) -> Node:
-        """A loss of pairs of numbers: of all rows one by one, then their sum or mean."""
+        """Return an elementwise loss: unreduced for all rows, then its sum or mean."""
         x = bound["self"] if bound["self"] in self._values.rows else bound["target"]
         assert isinstance(x, Node)
         tensors = [bound["self"], bound["target"]]
         if any(len(shape_of(each)) != len(shape_of(x)) for each in tensors):
-            raise RowsRefused("they are combined with what is no row")
+            raise RowsRefused("they are combined with values that are not rows")
         single = self._values.call(node.target, *({**bound, "reduction": _NONE}).values())
         single.meta["val"] = x.meta["val"]
         self._values.rows[single] = self._values.pointwise(single, self._values.rows.__getitem__)
@@ -129,19 +130,19 @@ class Reductions:
         return self._reduced(node, single, dims, mean=bound["reduction"] == _MEAN)
 
     def _of_classes(self, node: Node, bound: Mapping[str, Any]) -> bool:
-        """A loss of one class of each row, which leaves out those of ``ignore_index``."""
+        """Rewrite a loss with one class per row, which ignores those of ``ignore_index``."""
         values, (x, target) = self._values, (bound["self"], bound["target"])
         if not {x, target} <= values.rows.keys() or bound["weight"] in values.rows:
-            raise RowsRefused("they are combined with what is no row")
+            raise RowsRefused("they are combined with values that are not rows")
         rows = values.rows[x]
         if values.rows[target].mask is not rows.mask:
             raise RowsRefused("they are mixed with those of another mask")
         if len(shape_of(x)) != 2 or rows.dim or len(shape_of(target)) != 1:
-            raise RowsRefused("their classes are not in the dim behind them")
+            raise RowsRefused("their classes are not in the dim after them")
         sizes = shape_of(rows.mask)
         every = tuple(range(len(sizes)))
-        # In one dim, for dim 1 of the operand has the classes. What the mask leaves out is ignored
-        # in a mean and in its divisor.
+        # Rows in one dim, since dim 1 of the operand has the classes. Rows that are not selected
+        # get ignore_index, so a mean and its divisor do not include them.
         scores = values.widened(rows, every, 1, x)
         if rows.axes != every:
             scores = values.call(_aten.expand.default, scores, [*sizes, shape_of(x)[1]])
@@ -157,18 +158,18 @@ class Reductions:
         return True
 
     def _of_alignments(self, node: Node, bound: Mapping[str, Any]) -> bool:
-        """A loss whose targets are chosen labels, one sequence behind the other."""
+        """Rewrite a loss whose targets are selected labels, with the sequences concatenated."""
         values, targets = self._values, bound["targets"]
         if [x for x in node.all_input_nodes if x in values.rows] != [targets]:
             raise RowsRefused("they are combined with each other")
         if len(shape_of(targets)) != 1:
-            raise RowsRefused("they are no single labels")
+            raise RowsRefused("they are not single labels")
         given = {**bound, "targets": self._labels(targets, LEFT_OUT)}
         self._values.substitute(node, values.call(node.target, *given.values()))
         return True
 
     def _labels(self, labels: Node, left_out: int) -> Node:
-        """All rows of ``labels`` in one dim, with ``left_out`` where the mask selects none."""
+        """Return all rows of ``labels`` in one dim, with ``left_out`` where none is selected."""
         values, rows = self._values, self._values.rows[labels]
         every = tuple(range(len(shape_of(rows.mask))))
         wide, hit = values.widened(rows, every, 0, labels), values.hit(rows.mask, every, 0)

@@ -16,9 +16,9 @@ from sp_compiler.ir.fx import shape_of
 from sp_compiler.ir.rewriting import make_call
 
 _aten = torch.ops.aten
-# Pointwise operators that are finite wherever their operands are, and so are their derivatives.
-# Rows that a mask chooses may keep clear of a pole, where the others do not, and the gradient of
-# those would be 0 times infinity.
+# Pointwise operators that are finite wherever their operands are, and so are their derivatives. For
+# other operators, the rows that are not selected may hit a pole that the selected ones avoid, and
+# their gradient would be 0 times infinity.
 _FINITE = frozenset(
     {
         "_to_copy", "abs", "add", "alias", "binary_cross_entropy",
@@ -31,7 +31,7 @@ _FINITE = frozenset(
         "softplus", "square", "sub", "tanh", "threshold", "where",
     }
 )  # fmt: skip
-# Kernels that check the range of their operands, and that 0 is in.
+# Operators whose kernels check the range of their operands; 0 is in range.
 _OF_A_RANGE = ("binary_cross_entropy",)
 
 
@@ -45,7 +45,7 @@ class Rows:
         dim: the dim of rows.
         axes: dims of the mask that the value depends on, in order.
         column: if the value is the index of each row along one axis, that axis.
-        flat: the value with no dim but rows from which this one was expanded.
+        flat: the value, with rows as its only dim, from which this one was expanded.
     """
 
     mask: Node
@@ -78,19 +78,19 @@ class RowValues:
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """Insert a call without a value."""
         with self.graph.inserting_before(self.node):
-            # Shapes of all rows follow at the end, in one run: with rows left they are unbacked
-            # symbols still.
+            # Shapes are computed at the end, for the entire graph: until all selected rows are
+            # gone, some are unbacked symbols.
             meta = {"val": None}
             return make_call(
                 self.graph, target, args, kwargs, like=self.node, origin=Pass.EXPORT, meta=meta
             )
 
     def pointwise(self, node: Node, rows_of: Callable[[Node], Rows]) -> Rows:
-        """Apply ``node`` to all rows; ``rows_of`` says what they are of an operand."""
+        """Apply ``node`` to all rows; ``rows_of`` returns those of an operand."""
         operands = {x: rows_of(x) for x in node.all_input_nodes if x in self.rows}
         if not _is_finite(node, operands):
-            raise RowsRefused("the rows beside them may have no finite value here")
-        # Their number is what a mean over them divides by, and all rows are more.
+            raise RowsRefused("the other rows may have no finite value here")
+        # It may be the number of selected rows, for a mean over them, and there are more in all.
         if any(not isinstance(x.meta["val"], Tensor) for x in node.all_input_nodes):
             raise RowsRefused("a size is used that may be their number")
         mask = next(iter(operands.values())).mask
@@ -100,7 +100,7 @@ class RowValues:
             raise RowsRefused("they are mixed with those of another mask")
         # An operand with a dim where the rows are would be broadcast along other positions.
         if max(ranks, default=0) > min(right):
-            raise RowsRefused("they are combined with what is no row")
+            raise RowsRefused("they are combined with values that are not rows")
         axes = union(operands.values())
         wide = {x: self.widened(rows, axes, min(right), x) for x, rows in operands.items()}
         if _name(node) in _OF_A_RANGE:
@@ -108,19 +108,19 @@ class RowValues:
         args, kwargs = map_arg((node.args, node.kwargs), lambda x: wide.get(x, x))
         dim = len(shape_of(node)) - min(right) - 1
         every = self.call(node.target, *args, **kwargs)
-        # Its other branch may be minus infinity, all over a row that is left out.
+        # Its other branch may be minus infinity in all of a row that is not selected.
         if _name(node) == "where" and node.meta["val"].is_floating_point():
             every = self.zeroed(every, mask, axes, min(right))
         return Rows(mask, every, dim, axes)
 
     def zeroed(self, every: Node, mask: Node, axes: tuple[int, ...], right: int) -> Node:
-        """``every`` with zeros where the mask selects no row."""
+        """Return ``every`` with zeros where the mask selects no row."""
         return self.call(_aten.where.ScalarOther, self.hit(mask, axes, right), every, 0)
 
     def widened(
         self, rows: Rows, axes: tuple[int, ...], right: int, source: Node | None = None
     ) -> Node:
-        """The value with a dim for each of ``axes``, of size 1 where it does not depend on it."""
+        """Return the value with a dim for each of ``axes``: of size 1 if independent of it."""
         if rows.axes == axes:
             return rows.node
         given = shape_of(source) if source is not None else [None] * (right + 1)
@@ -129,9 +129,10 @@ class RowValues:
         return self.call(_aten.reshape.default, rows.node, shape)
 
     def hit(self, mask: Node, axes: tuple[int, ...], right: int) -> Node:
-        """Places that the mask selects, with the dims of ``axes``, and ``right`` of size 1."""
-        # Each call of a module makes its own: one that another layer made would be an input that
-        # this layer has and that one has not, and equal layers would compile as different blocks.
+        """Return the positions that the mask selects, with the dims of ``axes``, then ``right``
+        dims of size 1."""
+        # Each call of a module makes its own. If layers shared the one of the first, it would be an
+        # additional input of all but the first, and equal layers would compile as different blocks.
         module_call = str(self.node.meta.get("nn_module_stack"))
         key = module_call, mask, axes, right
         if key in self._hits:
@@ -157,7 +158,7 @@ class RowValues:
 
     @staticmethod
     def substitute(node: Node, result: Node) -> None:
-        """Put ``result`` in the place of ``node``, which does not depend on the number of rows."""
+        """Replace ``node``, which does not depend on the number of rows, by ``result``."""
         result.meta["val"] = node.meta["val"]
         node.replace_all_uses_with(result)
 
@@ -168,7 +169,7 @@ def union(rows: Iterable[Rows]) -> tuple[int, ...]:
 
 
 def is_mask(index: Node) -> bool:
-    """Return whether indexing by ``index`` selects rows; other indices are places."""
+    """Return whether ``index`` is a mask, which selects rows; other indices are positions."""
     return isinstance(index, Node) and index.meta["val"].dtype in (torch.bool, torch.uint8)
 
 
@@ -180,10 +181,10 @@ def is_pointwise(node: Node) -> bool:
 
 def _is_finite(node: Node, operands: Container[Node]) -> bool:
     """Return whether a pointwise operator and its derivative are finite for finite ``operands``."""
-    # Only by what is no row: rows that are left out may be zero.
+    # The divisor must not be rows: those that are not selected may be zero.
     if _name(node) == "div":
         return not any(x in operands for x in node.all_input_nodes if x is not node.args[0])
-    # Whole exponents from 0 on: others have a pole, or a derivative with one, at zero.
+    # Non-negative integer exponents: others have a pole, or a derivative with one, at zero.
     if _name(node) == "pow":
         return isinstance(node.args[1], int) and node.args[1] >= 0
     return _name(node) in _FINITE

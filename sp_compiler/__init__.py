@@ -71,5 +71,5 @@ __version__ = "0.1.0"
 
 
 def __dir__() -> list[str]:
-    """The names a user may use; the folders of the package are not among them."""
+    """The public names, without the subpackages."""
     return [*__all__, "__version__"]

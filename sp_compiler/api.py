@@ -68,7 +68,7 @@ def compile(
     the model is unchanged.
 
     The first call, or ``example_inputs``, compiles for its input sizes. The first call with other
-    sizes compiles once more and leaves all sizes above 1 open. This program serves every later call
+    sizes compiles again, with all sizes above 1 dynamic. That program serves every later call
     that takes the same path through the model; another path is compiled again, with a warning. With
     a ``memory_budget``, each size is compiled separately.
 
@@ -79,13 +79,13 @@ def compile(
             "dp_replicate", "dp_shard" and "ep", which divides experts. Ranks along these get
             different batches (:func:`sp_compiler.data_shard`); gradients are averaged over them.
         example_inputs: (args, kwargs) of a call, to compile and place the parameters now instead of
-            at the first call. An optimizer can load state only after that.
+            at the first call. An optimizer can load its state only after that.
         initial_weights: what to do with the ranks' parameters and buffers at the first use:
             ``"compare"`` them and raise an error if they differ, or ``"broadcast"`` rank 0's.
         rank_timeout: seconds that a rank waits for the others before it raises an error.
         verify: compare every program with the captured model before it runs: each distinct block,
             forward and backward, on simulated ranks with random parameters in float64. Every rank
-            does so by itself, and needs memory for a step of the largest block, unsharded.
+            does so on its own, and needs memory for a step of the largest block, unsharded.
         fsdp: apply PyTorch's FSDP2 over the data axes of ``mesh``, block by block: ``fully_shard``
             if there is "dp_shard" (HSDP with both axes), else ``replicate``. FSDP2 replaces the
             parameters, so create optimizers after the first call, or pass ``example_inputs``. Pass
@@ -98,8 +98,8 @@ def compile(
             (at the first call if there are no ``example_inputs``).
         UnsupportedError: hooks inside the model, or with ``strict`` a costly replicated part.
         CaptureError: the model has control flow that depends on parameters or activations.
-        PassError: one of ``passes`` broke the graph; with ``verify``, a pass changed the numbers;
-            or a rule of :func:`sp_compiler.rule` gave wrong numbers when it was verified at its
+        PassError: one of ``passes`` broke the graph; with ``verify``, a pass changed the results;
+            or a rule of :func:`sp_compiler.rule` gave wrong results when it was verified at its
             first use.
     """
     check_model(model)
@@ -116,7 +116,7 @@ def compile(
         checked = replace(checked, layers_apart=True)
     example = None if example_inputs is None else checked_inputs(model, example_inputs)
     texts = {**checked.texts(), "initial_weights": initial_weights}
-    # One check for all sizes: a fallback is warned of once.
+    # One check for all sizes, so that each fallback is reported once.
     builder = _Builder(checked, FallbackCheck(checked, group.rank), verify)
     result = DistributedModule(
         model, group, builder, options=texts, initial_weights=initial_weights, fsdp=fsdp_options,
@@ -170,12 +170,12 @@ def pipeline(  # noqa: PLR0913 - all by keyword, each described below
 
     Args:
         model: as for :func:`compile`; its forward returns the loss: the scalar that it calls
-            ``loss``, or else the first one with a gradient. If it is built on the meta device, a
-            rank never holds more than its stages (:meth:`PipelineModule.load_pretrained`).
+            ``loss``, or else the first scalar with a gradient. If it is built on the meta device,
+            a rank never holds more than its stages (:meth:`PipelineModule.load_pretrained`).
         mesh: with an axis named "pp", one named "tp" if stages are to be tensor-parallel, and for
             data parallelism any of "dp_replicate", "dp_shard" and "ep", which divides experts:
             ranks along these get different batches (see :func:`sp_compiler.data_shard`).
-        example_inputs: (args, kwargs) of a batch of this rank, which is split into microbatches
+        example_inputs: (args, kwargs) of one batch of this rank, which is split into microbatches
             along its first dim.
         microbatches: number of microbatches per step.
         schedule: ``"1f1b"`` (arXiv 2104.04473, section 2.2.1), ``"gpipe"``, ``"interleaved"``
@@ -197,8 +197,8 @@ def pipeline(  # noqa: PLR0913 - all by keyword, each described below
             and stay gathered until its end, when gradients are reduced once for all microbatches.
 
     Raises:
-        ArgumentError: an invalid argument; a mesh without the axis "pp"; a batch that
-            ``microbatches`` does not divide; fewer layers than stages; a model that returns no
+        ArgumentError: an invalid argument; a mesh without the axis "pp"; a batch that is not
+            divisible by ``microbatches``; fewer layers than stages; a model that returns no
             loss; no cut within ``memory``; and as for :func:`compile`.
         UnsupportedError: a mesh axis with an unknown name; and as for :func:`compile`.
     """
@@ -207,7 +207,7 @@ def pipeline(  # noqa: PLR0913 - all by keyword, each described below
     check_weigh(weigh)
     timeout = timedelta(seconds=rank_timeout)
     axis = pipeline_axis(mesh, timeout)
-    # A schedule that does not fit is refused before the model is captured, which takes longest.
+    # A schedule that does not fit is rejected before the capture, which takes longest.
     plan, per_rank = schedule_of(schedule, stages_per_rank, axis.size, microbatches)
     args, kwargs = checked_inputs(model, example_inputs)
     group = tensor_parallel_group(None, mesh, rank_timeout=timeout, in_stages=True)
@@ -243,7 +243,7 @@ def pipeline(  # noqa: PLR0913 - all by keyword, each described below
 
 @dataclass
 class _Builder:
-    """Compiles the model of one module for the inputs of a call, and judges what comes out."""
+    """Compiles the model of one module for the inputs of a call, and checks the result."""
 
     options: CompileOptions
     check_fallbacks: FallbackCheck
@@ -257,17 +257,17 @@ class _Builder:
         fixed: dict[str, Placement] | None,
         open_dims: bool,
     ) -> PlannedProgram:
-        if fixed is None:  # again, if what followed the first time has failed
+        if fixed is None:  # the first compilation, or a retry after a failure
             self.options = replace(self.options, divisible=None)
-        # A proof starts from what was captured, before any pass of ours.
+        # A proof starts from the captured graph, before any of our passes.
         keep: KeptGraphs = "unsharded" if self.verify else "stages"
         compiled = build(
             model, args, kwargs, self.options, fixed=fixed, open_dims=open_dims, keep=keep
         )
-        if fixed is None:  # FSDP2 has all other experts whole from here on
+        if fixed is None:  # from here on FSDP2 shards all other experts like other parameters
             self.options = replace(self.options, divisible=frozenset(compiled.program.experts))
         self.check_fallbacks(compiled.plan.costly_fallbacks)
-        # A user's rule is proven at its first use, whether the rest is or not.
+        # A user's rule is proven at its first use, with or without ``verify``.
         with reproducible(model, args, kwargs, self.options, fixed or {}, verify=self.verify):
             step = Step.of(model, args, kwargs)
             (prove if self.verify else prove_rules)(step, self.options, compiled)
@@ -316,7 +316,7 @@ def plan(  # noqa: PLR0913 - all by keyword, each described below
 ) -> Plan | GridPlan:
     """Return the memory, communication and time of a step of :func:`sp_compiler.compile`'s module.
 
-    Works on shapes alone, in one process: it computes nothing, uses no process group, and does not
+    Uses only shapes, in one process: it computes nothing, needs no process group, and does not
     change ``model``. Build a model that is too large for this machine under
     ``torch.device("meta")``.
 
@@ -324,35 +324,35 @@ def plan(  # noqa: PLR0913 - all by keyword, each described below
     ...     model = GPT2LMHeadModel(config).bfloat16()
     >>> print(sp_compiler.plan(model, ((), {"input_ids": ids, "labels": ids}), tp=8))
 
-    With ``mesh``, plan a step on that grid, with pipeline stages as :func:`pipeline` makes them and
-    FSDP2:
+    With ``mesh``, plan a step on that grid, with FSDP2 and the stages that :func:`pipeline` would
+    make:
 
     >>> plan = sp_compiler.plan(model, inputs, mesh="8x35x8", microbatches=280)
     >>> print(plan)  # memory of every stage, traffic on every axis
 
     Args:
         model: in the mode (train or eval, autocast) to plan for.
-        example_inputs: (args, kwargs) of a call, or with ``mesh`` of one microbatch of one rank of
-            the data axes; only the shape and dtype of tensors matter.
+        example_inputs: (args, kwargs) of a call, or with ``mesh`` those of one microbatch on one
+            rank of the data axes; only the shape and dtype of tensors matter.
         tp: number of tensor-parallel ranks; 8 if neither ``tp`` nor ``mesh`` is given.
         mesh: instead of ``tp``, the sizes of the axes "tp", "pp", "dp_shard", "dp_replicate" and
             "ep": a dict, ``"tp=8,pp=4,dp_shard=16"``, ``"8x35x8"`` for tp x pp x dp_replicate, or a
             ``DeviceMesh``.
         microbatches: number of microbatches per step on each rank of the data axes; needed with
             ``mesh``.
-        schedule: of the stages, as for :func:`pipeline`.
+        schedule: the pipeline schedule, as for :func:`pipeline`.
         stages_per_rank, memory: as for :func:`pipeline`.
         bytes_per_parameter: bytes of a trained parameter with its gradient and optimizer state: 18
             for Adam in mixed precision with 32-bit gradients, 16 for everything in float32, 20 if a
-            16-bit gradient exists beside the 32-bit sum (arXiv 2201.11990, section 2.1);
-            ``"adamw"``: as ``torch.optim.AdamW`` keeps them, like plans without ``mesh``.
+            16-bit gradient is kept in addition to the 32-bit sum (arXiv 2201.11990, section 2.1);
+            ``"adamw"``: what ``torch.optim.AdamW`` keeps, as in plans without ``mesh``.
         gpus_per_node: devices per node; larger axes communicate over the network between nodes.
 
     Returns:
         A :class:`Plan`, or with ``mesh`` a :class:`GridPlan`.
 
     Raises:
-        ArgumentError: an invalid argument, a budget that is too small; with stages, a model that
+        ArgumentError: an invalid argument, or a budget that is too small; with stages, a model that
             returns no loss, or fewer layers than stages.
         UnsupportedError: options that do not work together in this version, hooks inside the model,
             or with ``strict`` a costly replicated part.
@@ -375,7 +375,7 @@ def plan(  # noqa: PLR0913 - all by keyword, each described below
     if mesh is None:
         refuse_without_grid(**of_grid)
     args, kwargs = checked_inputs(model, example_inputs)
-    # 8 ranks: what a machine usually has, between which links are fast.
+    # 8 ranks: a machine usually has 8 devices with fast links between them.
     grid = GridSizes(8 if tp is None else tp) if mesh is None else GridSizes.of(mesh)
     checked = replace(CompileOptions.of(grid.tp, options, in_stages=grid.pp > 1), ep=grid.ep)
     on_grid = None
@@ -388,11 +388,11 @@ def plan(  # noqa: PLR0913 - all by keyword, each described below
         checked = replace(checked, loss_only=staged, tables_apart=staged, split_backward=split)
         checked = replace(checked, layers_apart=grid.data > 1)
     wishes_of(checked.hints, parameters_of(model))
-    # Plans are asked for again and again: copies of every stage's graphs would be thrown away.
+    # Plans are often made in a loop, and nothing of them reads copies of every stage's graphs.
     compiled = build(model, args, kwargs, checked, keep="nothing")
     if checked.strict:
         refuse_costly(compiled.plan.costly_fallbacks, grid.tp)
-    if on_grid is None:  # at batch 1 its formulas need a second batch, built on demand
+    if on_grid is None:  # at batch 1 the formulas need a plan of a larger batch, built on demand
         return with_batch_formulas(compiled, args, kwargs, partial(build, model, options=checked))
     chain = Chain.of(compiled, compiled.plan) if grid.pp > 1 else Chain.uncut(compiled.plan)
     return grid_plan(compiled.plan, chain, on_grid)

@@ -1,33 +1,33 @@
 """The compiler, top to bottom: from a model and example inputs to the program that runs.
 
-Passes in parentheses run only where an option asks for them::
+Passes in parentheses do not run in every compilation::
 
     full model        export, normalize, user passes,
                       (loss_only, expert_parallel, half_batches),
                       outline                                     ``to_program``
     one rank's part   shard, check                                ``Compilation._run_passes``
-    each region       (fuse_attention), joint, simplify, chunk, scale_products, tag,
+    each region       (fuse_attention), joint, simplify, chunk, (scale_products), tag,
                       partition, (split_backward), (overlap), check, (async_tp), codegen
 
-- export: one flat graph of ATen operators, by torch.export; normalize: one spelling for what
-  models write in several ways, dropout by a counter;
-- loss_only: without the outputs that a step of a pipeline does not return;
-- expert_parallel: experts divided over ranks with different batches;
-- half_batches: layers on two halves of the batch, for overlap in forward;
+- export: one flat graph of ATen operators, by torch.export; normalize: one canonical form for what
+  models write in several ways, and dropout masks from a counter;
+- loss_only: drop the outputs that a step of a pipeline does not return;
+- expert_parallel: divide experts over ranks with different batches;
+- half_batches: run layers on two halves of the batch, for overlap in forward;
 - outline: the graph as calls of distinct regions, equal layers sharing one;
 - shard: a placement for every value, and collectives between placements that differ;
-- check: placements derived again from the graphs, and calls compared with the model's;
-- fuse_attention: attention that is spelled out as one operator, on a GPU;
-- joint: forward and backward in one graph; simplify: equal casts once, in front of gathers,
-  without what differentiating left behind, and with copies for kernels that read in order;
-- chunk: loss head in chunks of rows, attention in chunks of queries: neither exists as a whole;
-- scale_products: factors applied to the smaller tensor, not with Inductor, which fuses them;
-- tag: save or recompute, per node; partition: cut the joint graph by the tags, sums in place;
-- split_backward: gradients of weights apart, for pipelines; overlap: compute under collectives;
-- async_tp: products that compute while their rows are on their way;
+- check: derive placements again from the graphs, and compare calls with the model's;
+- fuse_attention: decomposed attention, or attention with dropout, as one operator, on a GPU;
+- joint: forward and backward in one graph; simplify: share equal casts and move them before
+  gathers, fold redundant operators, and copy for kernels that need contiguous operands;
+- chunk: loss head in chunks of rows, attention in chunks of queries, never materialized in full;
+- scale_products: scale a small operand of a matmul instead of its result, unless kernels are fused;
+- tag: save or recompute, per node; partition: cut the joint graph by the tags, sum in place;
+- split_backward: separate the weight gradients, for pipelines; overlap: compute under collectives;
+- async_tp: matmuls fused with collectives, which compute while other rows are in transit;
 - codegen: a class per region as Python text, or what the backend makes of it.
 
-The first call of a module comes here, and so does every later one for which no program is valid;
+The first call of a module comes here, as does every later call for which no program is valid;
 ``runtime.executor`` runs the result. :mod:`sp_compiler.pass_manager` runs the passes: it times each
 pass and stores the graphs after it. Only it, ``verification`` and this module import passes.
 """
@@ -93,7 +93,7 @@ from sp_compiler.trace.export import capture
 from sp_compiler.trace.joint import JointGraph, trace_joint
 
 KeptGraphs = Literal["nothing", "stages", "unsharded"]
-"""Graphs that a compilation keeps for people; each word includes those to its left."""
+"""Graphs that a compilation keeps for inspection; each value includes those to its left."""
 
 
 def build(
@@ -117,7 +117,7 @@ def build(
         fixed: placements of stored parameters that an earlier compilation decided.
         lift_casts: compute a float64 model's casts to float32 in float64.
         open_dims: leave the sizes of the inputs open if possible, else warn. With a memory budget
-            sizes are never open, because it is met for each size separately.
+            sizes are never open, because the budget is met for each size separately.
         keep: whether the result has ``stages``, and also the ``unsharded`` graphs for verification.
     """
     compile_with = partial(_export_and_compile, model, args, kwargs, fixed or {}, lift_casts, keep)
@@ -138,11 +138,11 @@ def _export_and_compile(
 ) -> PlannedProgram:
     log_as_asked()
     LOG.info("compiling %s for %d ranks", type(model).__name__, options.tp)
-    # At the start: that the folder cannot be written would otherwise show minutes later.
+    # At the start: a folder that cannot be written would otherwise fail minutes later.
     folder = dump_folder()
     run = PassRunner(keep_graphs=keep != "nothing" or folder is not None)
     with running_passes(open_dims), older_objects_skipped(), contextlib.ExitStack() as contexts:
-        # With open sizes no failure is final: those of the example are compiled next.
+        # With open sizes no failure is final: the example's sizes are compiled next.
         if not open_dims:
             contexts.enter_context(reproducible(model, args, kwargs, options, fixed))
         captured = run.once(
@@ -162,7 +162,7 @@ def compile_captured(
     keep: KeptGraphs,
     run: PassRunner,
 ) -> PlannedProgram:
-    """Run everything after the capture, which is rewritten; ``name``: the model's class."""
+    """Run everything after the capture, rewriting ``captured``; ``name``: the model's class."""
     # Normalizing rewrites the capture in place; a proof starts from the graph before it.
     original = captured.copy() if keep == "unsharded" else None
     program = to_program(captured, options, run, fixed)
@@ -171,16 +171,16 @@ def compile_captured(
     if options.recompute_rest is not None:
         of_rest = replace(options, recompute=options.recompute_rest, recompute_rest=None)
         rest = compilation.finish(of_rest)
-        # Stages send the same values whichever runs: what one check refused both replicate.
+        # Stages send the same values whichever runs: both replicate what one check rejected.
         if rest.replicated != compiled.replicated:
             compiled = compilation.finish(options)
         planned_rest = PlannedProgram.of(rest, make_plan(concretized(rest), of_rest, name))
     if program.sizes is not None:
         program.sizes.require_known()
-    # The plan gives numbers of bytes and seconds: those for the example's sizes.
+    # A plan has concrete bytes and seconds: those of the example's sizes.
     plan = make_plan(concretized(compiled), options, name)
     require_fit(plan, options)
-    # Solved only when somebody asks: every alternative that it compares costs a solution.
+    # Solved only on request: every alternative that it compares costs a run of the solver.
     example_program = Concretizer(program.sizes).program(program)
     explainer = partial(explain, example_program, options, dict(fixed), compiled.replicated)
     planned = PlannedProgram.of(compiled, replace(plan, explainer=explainer))
@@ -200,8 +200,8 @@ def to_program(
     run = run or PassRunner()
     placed = wishes_of(options.hints, captured.parameters), fixed
     run.once(Pass.NORMALIZE, normalize, captured, options.dropout)
-    # After normalizing, where what a user wants to match has one spelling; before outlining, so
-    # that layers rewritten alike still share a region.
+    # After normalizing, so that a user's pass has one form to match; before outlining, so
+    # that layers that are rewritten the same way still share a region.
     for user_pass in options.passes:
         run.once(pass_name(user_pass), run_user_pass, captured, user_pass, options.dropout)
     if options.loss_only:
@@ -222,9 +222,9 @@ class Compilation:
 
     Args:
         program: outlined; not modified.
-        options: everything but ``recompute``, the limits of memory and ``split_backward`` is read.
+        options: all are read except ``recompute``, the memory limits and ``split_backward``.
         fixed: storage placements of parameters that an earlier compilation decided.
-        checked: whether to run the checks; ``verify`` compares the numbers of a wrong program.
+        checked: whether to run the checks; ``verify`` compares the results of a wrong program.
         run: the runner of the passes that made ``program``.
     """
 
@@ -274,24 +274,24 @@ class Compilation:
         run.forget_setting()
         replicated = tuple(self._replicated)
         sharded = run.once(Pass.SHARD, shard, self._program, options, self._fixed, replicated)
-        # Checks compare sizes; comparing open ones would record guards and narrow the program.
+        # Checks compare sizes; comparing symbolic ones would record guards and narrow the program.
         program, concretizer = sharded.program, Concretizer(sharded.program.sizes)
         options, state_bytes = within_device(options, program, sharded.param_placements)
         self._check_sharded(sharded, concretizer)
         chunked: dict[str, list[JointGraph]] = {}
         for region in program.regions:
             name = region.name
-            # After sharding: the gradient of a collective is one too, which later passes see.
+            # After sharding: the gradient of a collective is a collective, which later passes see.
             joint = run.once(Pass.JOINT, trace_joint, self._fused(region), region=name)
             run.once(Pass.SIMPLIFY, share_casts, joint, region=name)
             run.once(Pass.SIMPLIFY, simplify, joint.graph, region=name)
             run.once(Pass.SIMPLIFY, order_memory, joint, region=name)
-            # A graph per number of chunks; tag takes one, for policies decide what a chunk saves.
+            # A graph per number of chunks; tag picks one, as policies decide what a chunk saves.
             ways = run.once(Pass.CHUNK, chunk, joint, tp, *options.chunk_counts, region=name)
             chunked[name] = ways
         for way in () if options.fuses else [way for ways in chunked.values() for way in ways]:
             run.once(Pass.SCALE_PRODUCTS, scale_products, way, region=way.name)
-        # From here on per memory setting: a policy writes tags, the partitioner acts on them.
+        # From here on, per memory setting: a policy writes tags, the partitioner acts on them.
         wanted = partition_options(program, options)
         tagged = self._tag(program, chunked, wanted, options, state_bytes)
         self._check_calls(tagged.program, sharded)
@@ -320,18 +320,18 @@ class Compilation:
                 # An error names the sharded region, which can be sharded again.
                 run(Pass.CHECK, check_partitioned, region, *to_check, region=origin)
             if options.async_tp and tp > 1:
-                # Behind the check: it knows conversions and products, not the two as one operator.
+                # After the check, which has rules for conversions and matmuls, not for both fused.
                 to_lower = parts, tp, own.sizes, room.get(name), options.device
                 parts = run(Pass.ASYNC_TP, async_tp, *to_lower, region=name)
             paths = tuple(tagged.program.paths(region))
             regions.append(CompiledRegion(region, parts, joint, paths, tp))
-        # All regions at once: they are classes of one module, with one list of bound operators.
+        # All regions at once: they are classes of one module that share its bound operators.
         loaded = run(Pass.CODEGEN, compile_regions, tagged.program, regions, options.backend)
         return self._compiled(sharded, tagged, regions, loaded)
 
     def _check_sharded(self, sharded: Sharded, concretizer: Concretizer) -> None:
         self._check_calls(sharded.program, sharded)
-        # Before it is differentiated: the gradient of a wrong forward agrees with that forward.
+        # Before differentiation: the gradient of a wrong forward agrees with that forward.
         for region in sharded.program.regions if self._checked else ():
             concrete, tp = concretizer.region(region), self._options.tp
             self._run.once(Pass.CHECK, check_forward, concrete, tp, region=region.name)

@@ -24,17 +24,17 @@ _ROOT = Path(__file__).parent
 
 
 def _files_in(folder: Path, first: str) -> list[str]:
-    """Names of the modules in ``folder``, ``first`` in front.
+    """Names of the modules in ``folder``, with ``first`` at the start.
 
-    They are the values of an option, and are found without importing them, because this module may
-    not import passes.
+    They are the values of an option. They are listed without an import, because this module may not
+    import passes.
     """
     names = [module.name for module in pkgutil.iter_modules([str(folder)])]
     return sorted(names, key=lambda name: (name != first, name))
 
 
 RECOMPUTE = (*_files_in(_ROOT / "passes" / "memory" / "policies", first="none"), "auto")
-"""Values of ``recompute``: the name of a policy's file, or "auto", under a memory budget."""
+"""Values of ``recompute``: the name of a policy's file, or "auto", which needs a memory budget."""
 BACKENDS = (*_files_in(_ROOT / "codegen" / "backends", first="eager"),)
 """Values of ``backend``: the name of a backend's file."""
 Dropout = Literal["regenerate", "stored"]
@@ -55,58 +55,58 @@ class Options(TypedDict, total=False):
             the inputs of each block, except that the last block (the loss head), if it occurs once,
             uses ``"selective"``; ``"auto"``: per block, whatever gives the lowest estimated step
             time within ``memory_budget``.
-        recompute_rest: in pipelines, the policy of the microbatches that do not fit: each stage
-            runs as many of those in flight with ``recompute`` as ``memory`` leaves room for, and
-            the others with this, for example ``"none"`` and ``"full"`` (arXiv 2205.05198, appendix
-            C). ``None``: all microbatches have ``recompute``.
+        recompute_rest: in pipelines, the policy of the microbatches that do not fit. Each stage
+            runs as many microbatches in flight with ``recompute`` as ``memory`` has room for, and
+            the others with this policy, for example ``"none"`` and ``"full"`` (arXiv 2205.05198,
+            appendix C). ``None``: all microbatches use ``recompute``.
         memory_budget: with ``"auto"``, the largest allowed peak of activations on a rank, as
             :func:`sp_compiler.plan` counts it, in bytes or as "12GiB".
         device_memory: instead of ``memory_budget``, a limit for everything that a step holds on a
             device: parameters, gradients, the two moments of ``torch.optim.AdamW`` and the peak of
-            activations, in bytes or as "80GiB". With ``"auto"``, activations get what the rest
-            leaves; otherwise a step that needs more raises an error. Leave room for what no plan
-            counts: the device context, communication buffers, fragmentation.
+            activations, in bytes or as "80GiB". With ``"auto"``, activations get what is left of
+            it; otherwise a step that needs more raises an error. Leave room for what plans do not
+            count: the device context, communication buffers, fragmentation.
         offload: with ``"auto"``, whether saved tensors may also be copied to the host's memory
-            while the next layer runs, and fetched while its backward runs: as many as the link to
-            the host carries in that time. Of these tensors the device holds two layers' at most.
-            Not in pipelines.
+            while the next layer runs, and fetched while its backward runs, up to what the link to
+            the host can transfer in that time. The device then holds at most two layers' worth of
+            these tensors. Not in pipelines.
         loss_chunks: number of chunks of rows in which logits are computed, turned into losses, and
             recomputed in backward, so that they never all exist at once; for models that do not
             return logits. ``"auto"``: chunks of at least 1024 rows, at most 16, if they lower the
             peak of a step by at least 5 %; no chunks with ``recompute="none"``.
         attention_chunks: number of chunks of queries in which attention with dropout computes its
-            scores, probabilities and masks, and recomputes them in backward, so that all pairs of a
-            query and a key never exist at once. ``"auto"``: chunks of at least 256 queries, at most
-            16, by the same rule.
+            scores, probabilities and masks, and recomputes them in backward, so that the full score
+            matrix never exists at once. ``"auto"``: chunks of at least 256 queries, at most 16, by
+            the same rule.
         dropout: ``"regenerate"`` masks in backward, or save them (``"stored"``).
         overlap: during the collectives of a block, run its operators that do not depend on them:
             weight gradients, recomputation, independent branches, the other half batch.
-        half_batches: run layers on the two halves of the batch, so that in forward, too, one half
-            computes while the other communicates (arXiv 2409.15241). A layer that mixes samples of
+        half_batches: run layers on the two halves of the batch, so that one half computes while the
+            other communicates, in forward too (arXiv 2409.15241). A layer that mixes samples of
             the batch (batch norm, experts), or gets an odd batch, is not split, and the plan notes
             the reason. ``"auto"`` compiles both ways and splits if the estimated step takes at
             least 1 % less time, and no more memory than without or than ``memory_budget``. Each
             input size is compiled separately.
-        async_tp: in forward, move the rows of one rank while those of another are multiplied, by
-            the fused kernels of torch's symmetric memory, where the estimate gains by it: products
-            of at least 4096 rows. Only CUDA devices that reach each other's memory (NVLink) have
-            these kernels; others run the collective and the product one after the other.
+        async_tp: in forward, move the rows of one rank while those of another are multiplied, with
+            the fused kernels of torch's symmetric memory, where this is estimated to be faster:
+            matmuls of at least 4096 rows. Only CUDA devices with peer access (NVLink) have these
+            kernels; others run the collective and the matmul one after the other.
         backend: ``"eager"`` runs the generated code as it is; ``"inductor"`` compiles, at the first
-            call, the code between collectives (see docs/usage.md); ``"inductor_pointwise"`` what
-            lies between matrix products, too; or the name of your own file in
+            call, the code between collectives (see docs/usage.md); ``"inductor_pointwise"`` only
+            the code between collectives and matmuls; or the name of your own file in
             ``codegen/backends``.
         cuda_graphs: on CUDA devices, record forward and backward of a step in a CUDA graph each,
             once two steps with inputs of the same sizes have run, and replay them in later steps:
-            the host then launches two graphs instead of thousands of kernels. Numbers are the same.
+            the host then launches two graphs instead of thousands of kernels. Results are the same.
             Each size keeps the memory of its step, and gradients exist twice; see docs/usage.md.
-            Not in pipelines, and not with FSDP2 or ``offload``, for which the host works in every
+            Not in pipelines, and not with FSDP2 or ``offload``, which need the host in every
             step.
         outputs: ``"replicate"``: full tensors on every rank; ``"shard"``: DTensors for outputs that
             the model computes sharded; ``"auto"``: ``"shard"`` if the model also returns its loss,
             else ``"replicate"``.
         nominal_tokens: number of tokens per batch for which placements are chosen; the example's
             number if that is larger.
-        hints: placements of parameters that you decide, ``{"layers.*.mlp.up": Shard(0)}``. A key is
+        hints: placements of parameters that you choose, ``{"layers.*.mlp.up": Shard(0)}``. A key is
             the dotted name of a parameter as in ``model.named_parameters()``, or of a module, for
             its ``weight``; ``*``, ``?`` and ``[abc]`` are wildcards as in file names, which do not
             match a dot. A value is ``Shard(dim)`` or ``Replicate()`` of
@@ -118,13 +118,13 @@ class Options(TypedDict, total=False):
             the normalized graph of the unsharded model (ATen operators, values in
             ``meta["val"]``), before it is cut into blocks, and returns the number of rewrites or a
             report of them. New nodes need no ``meta["val"]`` or ``meta["requires_grad"]`` and may
-            be any overload of an operator: both keys are completed, and the graph is normalized
+            be any overload of an operator: both keys are filled in, and the graph is normalized
             again. The graph is then checked; :class:`sp_compiler.PassError` names the pass that
-            broke it. Pass the same on every rank.
+            broke it. Pass the same list on every rank.
         strict: raise :class:`sp_compiler.UnsupportedError` if a costly part of the model stays
-            replicated: more than 1 % of the matrix FLOPs or of the parameter bytes, or any
+            replicated: more than 1 % of the matmul FLOPs or of the parameter bytes, or any
             attention core, unless ``hints`` ask for it. Without ``strict``, ``compile`` and
-            ``torch.compile`` warn once of each part, with the module, the reason and what to do;
+            ``torch.compile`` warn once about each part, with the module, the reason and what to do;
             ``plan`` lists them; ``verify`` ignores them.
         hardware: device and links for which times are estimated; these decide placements, what
             ``"auto"`` recomputes, and a plan's times. The name of a profile ("a100", "a100-pcie",
@@ -155,14 +155,14 @@ class Options(TypedDict, total=False):
 
 
 def with_options(function: Function, explained: Collection[str] = ()) -> Function:
-    """Spell ``**options: Unpack[Options]`` out in the signature and docstring of ``function``.
+    """Expand ``**options: Unpack[Options]`` in the signature and docstring of ``function``.
 
-    This way ``help`` and editors show names, defaults and meanings, which are defined only here,
-    and a call with other names is refused by the nearest of these, unless ``function`` refuses them
-    itself (``explained``).
+    This way ``help`` and editors show names, defaults and meanings, which are defined only here.
+    A call with an unknown name raises an error that suggests the nearest known one, unless
+    ``function`` rejects that name itself (``explained``).
     """
     signature = inspect.signature(function)
-    # Named in the signature of an editor, while the code below keeps one ``**options``.
+    # Expanded in the signature that an editor shows; the function itself takes ``**options``.
     own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
     options = [
         inspect.Parameter(
@@ -187,13 +187,13 @@ class CompileOptions:
     pipelines.
 
     Attributes:
-        ep: number of ranks that divide the experts.
-        divisible: names of the parameters that may be divided over them; ``None``: of all experts.
+        ep: number of ranks over which experts are divided.
+        divisible: names of the parameters that may be divided over them; ``None``: all experts'.
         loss_only: see :mod:`sp_compiler.passes.loss_only`.
         tables_apart: see :func:`sp_compiler.passes.outline.outline`.
         split_backward: see :mod:`sp_compiler.passes.memory.split_backward`.
-        layers_apart: whether FSDP2 gathers parameters layer by layer, so that no backward can
-            read those of the layer before.
+        layers_apart: whether FSDP2 gathers parameters layer by layer, so that a layer's backward
+            cannot read the parameters of the layer before it.
 
     Raises:
         ArgumentError: a value outside what the field allows.
@@ -229,7 +229,7 @@ class CompileOptions:
 
     def __post_init__(self) -> None:
         check_choice("recompute", self.recompute, RECOMPUTE)
-        # Not "auto": a budget is for all microbatches alike.
+        # Not "auto": a budget applies to all microbatches.
         check_choice("recompute_rest", self.recompute_rest, (None, *RECOMPUTE[:-1]))
         if self.recompute_rest is not None and self.recompute in ("auto", self.recompute_rest):
             raise ArgumentError(
@@ -242,16 +242,16 @@ class CompileOptions:
         check_choice("half_batches", self.half_batches, (True, False, "auto"))
         for name in _SWITCHES:
             check_choice(name, getattr(self, name), (True, False))
-        # Before anything is compiled: a wrong option is the user's, a PassError would be ours.
+        # Before anything is compiled, so that a wrong option is not reported as a failed pass.
         for name in ("tp", "nominal_tokens", *_CHUNKS):
             value = getattr(self, name)
             if name in _CHUNKS and value == "auto":
                 continue
-            # True is an int, and would pass for one rank.
+            # bool is a subclass of int: tp=True would mean one rank.
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 auto = ' or "auto"' if name in _CHUNKS else ""
                 raise ArgumentError(f"{name}={value!r}: expected a positive int{auto}")
-        # The way that a frozen dataclass leaves to put its own fields in normal form.
+        # A frozen dataclass can normalize its own fields only this way.
         object.__setattr__(self, "hints", checked_hints(self.hints))
         object.__setattr__(self, "hardware", hardware_of(self.hardware))
         object.__setattr__(self, "passes", checked_passes(self.passes))
@@ -260,19 +260,19 @@ class CompileOptions:
         self._check_cuda_graphs()
         if self.tables_apart and self.half_batches:
             raise ArgumentError(
-                f"half_batches={self.half_batches!r}: pipelines, and what suggest() compares, run "
-                "microbatches, which are small already; leave it out, or take fewer microbatches"
+                f"half_batches={self.half_batches!r}: pipelines and suggest() run microbatches, "
+                "which are small already; leave it out, or use fewer microbatches"
             )
 
     def _check_memory(self) -> None:
         budget, device = self.memory_budget, self.device_memory
         if budget is not None and device is not None:
             raise ArgumentError(
-                f"memory_budget={budget!r} with device_memory={device!r}: the one is for "
-                "activations, the other for the whole device; give one of them"
+                f"memory_budget={budget!r} with device_memory={device!r}: the first limits "
+                "activations, the second the whole device; pass only one of them"
             )
         limited = budget is not None or device is not None
-        # A device's memory is a limit for every policy, but only one works towards it.
+        # device_memory is a limit for every policy, but only "auto" adapts to it.
         if (self.recompute == "auto") != limited and device is None:
             raise ArgumentError(
                 f"recompute={self.recompute!r} with memory_budget={budget!r}: "
@@ -287,12 +287,12 @@ class CompileOptions:
         if self.offload and self.recompute != "auto":
             raise ArgumentError(
                 f"offload=True with recompute={self.recompute!r}: a budget decides what goes to "
-                'the host; take recompute="auto" with a memory_budget such as "12GiB"'
+                'the host; use recompute="auto" with a memory_budget such as "12GiB"'
             )
         if self.offload and (self.tables_apart or self.split_backward):
             raise ArgumentError(
-                "offload=True: pipelines, and what suggest() compares, keep the activations of "
-                "their microbatches on the device; leave it out"
+                "offload=True: pipelines, and the plans that suggest() compares, keep the "
+                "activations of their microbatches on the device; leave it out"
             )
 
     def _check_cuda_graphs(self) -> None:
@@ -304,8 +304,8 @@ class CompileOptions:
         for what, is_there in obstacles.items():
             if self.cuda_graphs and is_there:
                 raise ArgumentError(
-                    f"cuda_graphs=True with {what}: that runs on the host in every step, which a "
-                    "graph does not repeat; leave one of them out"
+                    f"cuda_graphs=True with {what}: that needs the host in every step, which a "
+                    "CUDA graph does not replay; leave out one of them"
                 )
 
     @classmethod
@@ -317,7 +317,7 @@ class CompileOptions:
                 f"recompute_rest={rest!r}: only stages have several microbatches in flight; leave "
                 "it out, or use sp_compiler.pipeline, or sp_compiler.plan with a mesh that has pp"
             )
-        # Every reader asks a mapping, also where no hint was given.
+        # Readers expect a mapping, even if no hint was given.
         values: dict[str, Any] = {**options, "hints": options.get("hints") or {}}
         return cls(tp=tp, **values)
 
@@ -333,9 +333,9 @@ class CompileOptions:
 
     def texts(self) -> dict[str, str]:
         """Option name to the text of its value, the same for equal values on every rank."""
-        # Of hardware every number: two ranks may have measured theirs.
+        # All values of the hardware, not its name: two ranks may have measured their own.
         options = {**vars(self), **self.to_dict(), "hardware": self.hardware}
-        # In what order a user writes hints means nothing, and may differ by rank.
+        # The order of hints has no meaning, and may differ between ranks.
         options["hints"] = dict(sorted(options["hints"].items()))
         return {name: repr(value) for name, value in options.items()}
 
@@ -351,13 +351,13 @@ class CompileOptions:
 
     @property
     def memory_setting(self) -> dict[str, Any]:
-        """The fields in which compilations that share a sharded program may differ."""
+        """The fields that may differ between compilations that share a sharded program."""
         names = ("recompute", "recompute_rest", "memory_budget", "device_memory", "offload")
         return {name: getattr(self, name) for name in (*names, "split_backward")}
 
     @property
     def chunk_counts(self) -> tuple[tuple[int, ...] | None, ...]:
-        """Allowed numbers of chunks, of a loss head and of attention; ``None``: by the peak."""
+        """Allowed numbers of chunks for a loss head and for attention; ``None``: by the peak."""
         asked = [getattr(self, name) for name in _CHUNKS]
         return tuple(None if count == "auto" else (count,) for count in asked)
 
@@ -382,7 +382,7 @@ class CompileOptions:
 
 
 _INSTEAD = {
-    "data": "what data-parallel ranks hold of the parameters is not counted; give a memory_budget "
+    "data": "memory for parameters under data parallelism is not counted; give a memory_budget "
     "for the activations, and see sp_compiler.plan(..., mesh=)",
     "pipeline": "a pipeline takes memory=, the limit of each stage",
     "grid": "a grid's plan shows each stage's total; sp_compiler.suggest(memory=) searches",
@@ -394,7 +394,7 @@ _INSTEAD = {
 
 
 def check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    """Raise :class:`ArgumentError` if ``value`` is none of ``allowed``."""
-    # By type too: 1 == True, and tp=True or overlap=1 are mistakes.
+    """Raise :class:`ArgumentError` if ``value`` is not among ``allowed``."""
+    # The type must match too: 1 == True, but overlap=1 is a mistake.
     if value not in allowed or type(value) not in {type(choice) for choice in allowed}:
         raise ArgumentError(f"{name}={value!r}: {expected_one_of(value, allowed, repr)}")

@@ -126,5 +126,5 @@ def _copied(operand: Node, reader: Node) -> Node:
             graph, _aten.clone.default, (operand,), {"memory_format": torch.contiguous_format},
             like=operand, origin=Pass.SIMPLIFY, val=operand.meta["val"].contiguous(),
         )  # fmt: skip
-    report_of(Pass.SIMPLIFY).rewrote(kind="copy for a kernel that reads in order")
+    report_of(Pass.SIMPLIFY).rewrote(kind="copy for a kernel that needs contiguous memory")
     return copy

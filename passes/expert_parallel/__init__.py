@@ -16,8 +16,8 @@ were sent here; nothing else changes. The router's weights multiply the rows tha
 router's gradient is that of its own rows.
 
 The graph describes only this rank's own rows. As many rows as all ranks have may be sent here, so a
-layer computes on ``s * n_ep`` rows, the unused last ones zeros. The results of those are dropped,
-and their gradients are zeros. Requires and preserves normal form.
+layer computes on ``s * n_ep`` rows; the unused last ones are zeros. Their results are dropped, and
+their gradients are zeros. Requires and preserves normal form.
 """
 
 from __future__ import annotations

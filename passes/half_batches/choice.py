@@ -64,7 +64,7 @@ def calls_to_split(captured: Captured) -> dict[Node, Split]:
         reads_joined = not joined.isdisjoint(sources)
         split = None if reads_joined else _on_halves(node, operands, states)
         # Tables and masks that depend only on inputs are made once, for both halves. So is a matmul
-        # with a matrix of parameters after the layers: its gradient would be made for each half.
+        # with parameters after the layers: otherwise their gradient would be made for each half.
         flows = any(value in states and value[0] in activations for value in operands)
         others = [v for v in operands if v not in states and v[0] in activations]
         is_head = node not in before_layers and any(len(value_shape(v)) > 1 for v in others)

@@ -119,7 +119,7 @@ def _grouped_product(node: Node, state_of: _StateOf) -> Split | None:
         return None
     if not isinstance(state, Rows) or state.placement != _FIRST or state.order is None:
         return None
-    # If only inputs determine the ends, they may be known for the full batch, but not for a half.
+    # Ends that depend only on inputs may be known, but they are those of the full batch.
     if not isinstance(state_of(ends), Counts) or not _are_ends(ends, state.order):
         return None
     return Split(Strategy((_FIRST, R, R), (_FIRST,)), (state,))

@@ -51,7 +51,7 @@ def mark_unlisted_layers(captured: Captured) -> None:
 
 
 def count_possible_layers(stacks: Sequence[Sequence[ModuleCall]]) -> int:
-    """Return how many calls of layers there may be, from the calls of modules alone."""
+    """Return how many calls of layers there may be, from only the calls of modules."""
     paths = set(_kinds(stacks))
     found = (layer_among(stack, paths) for stack in stacks)
     return len({layer.key for layer in found if layer is not None})

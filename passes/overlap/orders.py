@@ -72,7 +72,7 @@ class Schedule:
 
 @dataclass(frozen=True, eq=False)
 class Unordered:
-    """A graph as tasks, of which any number of schedules can be made.
+    """A graph as tasks, for which any number of schedules can be made.
 
     Attributes:
         own_parameters: as for :func:`overlap_collectives`, like ``sizes``, ``hardware`` and

@@ -1,4 +1,4 @@
-"""Products that compute while their own operands or results cross the link.
+"""Matmuls that compute while their own operands or results cross the link.
 
 ::
 
@@ -8,18 +8,18 @@
     ...
     z = convert(linear(y, w_z), P, S(0))
 
-The layers of a forward are one chain: during its collectives there is nothing else to run. A
-product, though, needs one rank's rows at a time, and torch's symmetric memory has kernels that move
-the rows of one rank while they multiply those of another (:mod:`sp_compiler.ops.async_products`).
+The layers of a forward are one chain: during its collectives there is nothing else to run. But a
+matmul needs only one rank's rows at a time, and torch's symmetric memory has kernels that move the
+rows of one rank while they multiply those of another (:mod:`sp_compiler.ops.async_products`).
 
-Only forwards are rewritten, and of them only what overlap has left waiting. Gradients of weights
-hide what a backward communicates, and cost nothing for it; ranks of which one runs another form of
-a backward than the next must, besides, meet in the same collectives. What backward recomputes stays
-as it is: rows that are multiplied by themselves may round otherwise than in one product of all, and
-experts that are chosen in forward must be those that backward chooses.
+Only forwards are rewritten, and of their collectives only those that overlap has left exposed. In a
+backward, weight gradients hide the communication at no cost; besides, ranks that run different
+forms of a backward must meet in the same collectives. Nodes that backward recomputes stay as they
+are: rows that are multiplied separately may round differently than in one matmul of all, and
+backward must choose the same experts as forward.
 
-Runs behind the checks of placements: what the operators do is the conversion and the products that
-were checked. Results have the meta of the nodes whose values they are.
+Runs after the checks of placements: the operators do the same as the conversion and the matmuls
+that were checked. Results have the meta of the nodes whose values they are.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from sp_compiler.ops.rows import CUT_ROWS, PAD_ROWS
 aten = torch.ops.aten
 
 LEAST_ROWS = 4096
-"""Rows of all ranks below which torch's kernels are slower than a collective and a product apart:
-each rank's part of the product becomes too small to fill the device."""
+"""Rows of all ranks below which torch's kernels are slower than a separate collective and matmul:
+each rank's part of the matmul becomes too small to fill the device."""
 _ORIGIN = Pass.ASYNC_TP
-_RECOMPUTED = "backward computes it again, and must get the same to the bit"
-# Operators that a product can be -> positions of the factors, and of the bias if it has one.
+_RECOMPUTED = "backward recomputes it, and must get bitwise the same result"
+# Matmul operators -> positions of the factors, and of the bias if it has one.
 _PRODUCTS = {
     aten.mm.default: (0, 1, 2),
     aten.linear.default: (0, 1, 2),
@@ -70,7 +70,7 @@ class _LeftError(Exception):
 
 @dataclass(frozen=True)
 class _Product:
-    """A matrix product of a graph: ``left`` @ ``right``, or its transpose, + ``bias``."""
+    """A matmul of a graph: ``left`` @ ``right``, or its transpose, + ``bias``."""
 
     node: Node
     left: Node
@@ -79,7 +79,7 @@ class _Product:
 
     @classmethod
     def of(cls, node: Node) -> _Product | None:
-        """Return ``node`` as a product of two matrices; ``None`` if it is something else."""
+        """Return ``node`` as a matmul of two matrices; ``None`` if it is something else."""
         if node.target not in _PRODUCTS or node.kwargs:  # keywords scale the summands
             return None
         left_at, right_at, bias_at = _PRODUCTS[node.target]
@@ -102,7 +102,7 @@ def async_tp(
     room: Room | None,
     hardware: Hardware,
 ) -> Partitioned:
-    """Return a copy of ``parts`` with such operators in forward, where they take less time.
+    """Return a copy of ``parts`` with such operators in forward, if they take less time.
 
     Args:
         world_size: number of ranks.
@@ -125,15 +125,15 @@ def async_tp(
     time_us, own_peak_bytes = costs(forward)
     most_bytes = max(own_peak_bytes, 0 if room is None else room.forward_bytes)
     for name in [node.name for node in forward.nodes if _is_waited_for(node)]:
-        # By its name: every rewrite makes a graph of its own, with the same names.
+        # By its name: every rewrite makes a new graph, with the same names.
         node = next(each for each in forward.nodes if each.name == name)
         try:
             fused = _rewritten(node, again)
             fused_us, peak_bytes = costs(fused)
             if fused_us >= time_us:
-                raise _LeftError("it would take no less time")
+                raise _LeftError("it would not take less time")
             if peak_bytes > most_bytes:
-                raise _LeftError("it would raise the peak of memory")
+                raise _LeftError("it would raise peak memory")
         except _LeftError as left:
             report.decline(node, str(left))
             continue
@@ -147,13 +147,13 @@ def _is_waited_for(node: Node) -> bool:
 
 
 def _rewritten(collective: Node, recomputed: Container[str] = ()) -> Graph:
-    """Copy the graph with one operator in the place of ``collective`` and the products around it.
+    """Copy the graph with one operator in place of ``collective`` and the matmuls around it.
 
     Args:
-        recomputed: names of nodes that backward computes again.
+        recomputed: names of nodes that backward recomputes.
 
     Raises:
-        _LeftError: there are none, or they cannot be one operator.
+        _LeftError: there are no such matmuls, or they cannot be one operator.
     """
     placements = placements_of(collective)
     assert placements is not None
@@ -161,13 +161,13 @@ def _rewritten(collective: Node, recomputed: Container[str] = ()) -> Graph:
     rows = collective if is_gather else collective.args[0]
     in_rows = placements[0] == S(0) if is_gather else placements == (P, S(0))
     if not in_rows or rows.meta["val"].dim() != 2:
-        raise _LeftError("what is moved are not equally many rows of a matrix for each rank")
+        raise _LeftError("it does not move the same number of rows of a matrix for each rank")
     if any(node.target in _PADDING for node in (rows, *collective.users)):
         raise _LeftError(
-            "rows are padded, because their number may not divide by that of the ranks"
+            "rows are padded, because their number may not be divisible by the number of ranks"
         )
     if example_number(rows.meta["val"].shape[0]) < LEAST_ROWS:
-        raise _LeftError(f"less than {LEAST_ROWS} rows are too few to multiply each rank's apart")
+        raise _LeftError(f"fewer than {LEAST_ROWS} rows are too few to multiply rank by rank")
     rewrite = _with_gather if is_gather else _with_scatter
     return rewrite(collective, recomputed)
 
@@ -212,13 +212,13 @@ def _with_gather(gather: Node, recomputed: Container[str]) -> Graph:
     products = [product for user in gather.users if (product := _Product.of(user)) is not None]
     products = [each for each in products if each.left is gather and _can_precede(each, gather)]
     if not products:
-        raise _LeftError("no product with a weight reads what is gathered")
+        raise _LeftError("no matmul with a weight reads the gathered value")
     products = [each for each in products if each.node.name not in recomputed]
     if not products:
         raise _LeftError(_RECOMPUTED)
     copy, nodes = _Copy(), list(gather.graph.nodes)
     copy.add(nodes[: nodes.index(gather)])
-    # What a factor is computed by, a cast to 16 bits say, may stand behind the gather.
+    # The operators that compute a factor, such as a cast to 16 bits, may come after the gather.
     needed = ancestors(operand for product in products for operand in product.weights)
     copy.add(node for node in nodes if node in needed)
     factors = list(map(copy.factor, products))
@@ -242,7 +242,7 @@ def _with_gather(gather: Node, recomputed: Container[str]) -> Graph:
 
 def _can_precede(product: _Product, gather: Node) -> bool:
     """Return whether weight and bias can be computed before ``gather``: from inputs, by operators
-    that may change places with others."""
+    that may be reordered with others."""
     before = ancestors(product.weights)
     return gather not in before and not any(draws(node) or writes(node) for node in before)
 
@@ -250,9 +250,9 @@ def _can_precede(product: _Product, gather: Node) -> bool:
 def _with_scatter(scatter: Node, recomputed: Container[str]) -> Graph:
     product = _Product.of(scatter.args[0])
     if product is None or product.bias is not None:
-        raise _LeftError("what is summed over the ranks is not the product of two matrices")
+        raise _LeftError("the value summed over the ranks is not the matmul of two matrices")
     if len(product.node.users) > 1:
-        raise _LeftError("what is summed over the ranks is also read before")
+        raise _LeftError("the value summed over the ranks has other readers before the sum")
     if scatter.name in recomputed:
         raise _LeftError(_RECOMPUTED)
     copy, nodes = _Copy(), list(scatter.graph.nodes)

@@ -1,4 +1,4 @@
-"""Casts to fewer bits, of which autocast makes one per product: one for all, in front of a gather.
+"""Casts to fewer bits, which autocast inserts per matmul: one for all matmuls, before a gather.
 
 ::
 
@@ -9,13 +9,13 @@
                                               v = linear(full, w_v)
 
 Half as many bytes are gathered, and one copy is kept for the gradients of three weights. Forward
-and backward compute the same numbers, to the bit. That is why it comes after differentiation: if
-the model had one cast, its gradient would be a sum of three in 16 bits; of three casts it is one in
-32.
+and backward compute the same values, bitwise. This is why it comes after differentiation: if the
+model had one cast, its gradient would be a sum of three in 16 bits; with three casts it is a sum in
+32 bits.
 
-Equal gathers become one as well, where sharding saw several values: of what is one cast now, and of
-the gradient of a layer whose attention and MLP stand side by side, which differentiation gathers
-for each.
+Equal gathers are merged as well if sharding saw several values: those of what is now one cast, and
+those of the gradient of a layer with parallel attention and MLP, which differentiation gathers for
+each.
 
 Mutates the graph. Reads ``meta["val"]``; new nodes take the meta of what they replace.
 """
@@ -38,25 +38,25 @@ _aten = torch.ops.aten
 
 
 def share_casts(joint: JointGraph) -> None:
-    """Merge equal casts to fewer bits, and gather what they return instead of what they are given.
+    """Merge equal casts to fewer bits, and gather their results instead of their operands.
 
     Args:
         joint: with a node per conversion, as :func:`sp_compiler.trace.joint.trace_joint` returns.
     """
     graph = joint.graph
-    # Of each direction: a forward value that backward reads as well would have to be kept.
+    # Per direction: a forward value that backward also reads would have to be kept.
     backward = joint.backward_nodes()
     _merge_equal(graph, backward)
     for node in list(graph.nodes):
         if is_narrowing_cast(node):
             _gather_behind(node)
-    # Gathers of what has become one cast, and casts of what is gathered and read by this rank too.
+    # Gathers of what is now one cast, and casts of values that are gathered and also read locally.
     _merge_equal(graph, joint.backward_nodes())
     graph.lint()
 
 
 def _merge_equal(graph: Graph, backward: Container[Node]) -> None:
-    """Let casts to fewer bits be one if they are equal, and gathers."""
+    """Merge casts to fewer bits that are equal, and gathers."""
     nodes = list(graph.nodes)
     for is_backward in (False, True):
         equal = merge_equal(
@@ -67,13 +67,14 @@ def _merge_equal(graph: Graph, backward: Container[Node]) -> None:
             and not is_returned(node)
         )
         for node in equal:
-            # What several modules read belongs to none of them.
+            # A value that several modules read belongs to none of them.
             inherit(node, node.args[0])
         report_of(Pass.SIMPLIFY).rewrote(len(equal), kind="merge_equal")
 
 
 def _gather_behind(cast: Node) -> None:
-    """``cast(view(gather(x)))`` -> ``view(gather(cast(x)))``, if no other reads what is between."""
+    """``cast(view(gather(x)))`` -> ``view(gather(cast(x)))``, if the values between have no other
+    users."""
     views: list[Node] = []
     source = cast.args[0]
     while is_pure_view(source) and len(source.users) == 1 and not _gathers(source):
@@ -84,7 +85,7 @@ def _gather_behind(cast: Node) -> None:
     shard = source.args[0]
     with cast.graph.inserting_before(cast):
         result = _call(cast, cast.target, (shard,), cast.kwargs)
-        # The meta of the cast says where what is gathered lies.
+        # The cast's meta has the placement of the gathered value.
         result.meta.pop("placement", None)
         if "placement" in shard.meta:
             result.meta["placement"] = shard.meta["placement"]
@@ -92,7 +93,7 @@ def _gather_behind(cast: Node) -> None:
         for call in (source, *reversed(views)):
             result = _call(call, call.target, (result, *call.args[1:]), call.kwargs)
         if not same_shape(result.meta["val"].stride(), cast.meta["val"].stride()):
-            # What is a part, or expanded, the cast has put into one piece, which a view may need.
+            # The cast made a slice or an expanded value contiguous, which a view may need.
             result = _call(cast, _aten.clone.default, (result,), {})
     cast.replace_all_uses_with(result)
     for node in (cast, *views, source):

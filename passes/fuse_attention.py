@@ -1,5 +1,5 @@
-"""Attention that a model spells out, or that has dropout, as one operator: on a GPU, where it has a
-kernel.
+"""Attention that a model writes out by hand, or that has dropout, as one operator: on a GPU, where
+it has a kernel.
 
 ::
 
@@ -8,17 +8,17 @@ kernel.
     probs = dropout(softmax(scores))                      ->        dropout_attention(q, k, v, ...)
     context = matmul(probs, v)              (b, a, s, w)
 
-The operator keeps a number per query in place of what is (b, a, s, l) here, and leaves nothing to
-recompute or to run in chunks. Before differentiation, because its gradient is an operator too;
-after sharding and the check of that, because the rules of products and softmax place what it is
-made of. Scale, mask and dropout are optional, as are casts and a merge of samples and heads between
-the steps. A query that may see no key has the context 0, where a graph may make NaN.
+The operator saves one value per query instead of (b, a, s, l) ones, and leaves nothing to recompute
+or to run in chunks. It is inserted before differentiation, because its gradient is an operator too,
+and after sharding and its check, because the rules of matmuls and softmax place its parts. Scale,
+mask and dropout are optional, as are casts and a merge of samples and heads between the steps. A
+query that may see no key has the context 0, where a graph may produce NaN.
 
-A bias is an obstacle, for it may be a mask of finite numbers: a query without keys then has the
-mean of all values, which does not follow from the number per query that the operator keeps.
+A bias is an obstacle, because it may be a mask of finite values: a query without keys then gets the
+mean of all values, which does not follow from the value per query that the operator saves.
 
 Returns a copy of the region. Reads ``meta["val"]`` and ``meta["placement"]``; the context has the
-placement of the product that it replaces.
+placement of the matmul that it replaces.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _aten = torch.ops.aten
 DEVICES = ("cuda",)
 """Types of devices that have a kernel for the operator."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Queries and keys of a block of the kernel: of fewer, scores take little memory.
+# Queries and keys in a block of the kernel: with fewer, scores take little memory.
 _LEAST_ROWS = 128
-# Of a head: products of less than 16 columns are none to a GPU, and blocks must fit on a core.
+# Width of a head: tensor cores need at least 16 columns, and blocks must fit on a core.
 _WIDTHS = range(16, 257)
 _PRODUCTS = (_aten.matmul.default, _aten.bmm.default)
 _SOFTMAX = (_aten.softmax.int, _aten._softmax.default)
@@ -65,7 +65,7 @@ def has_kernel(region: Region) -> bool:
 
 
 def fuse_attention(region: Region) -> Region:
-    """Return ``region`` with attention as single operators, where that can be.
+    """Return ``region`` with attention as single operators, where possible.
 
     Args:
         region: sharded.
@@ -85,8 +85,7 @@ def fuse_attention(region: Region) -> Region:
 
 
 def _behind_softmax(node: Any) -> list[Node] | None:
-    """Return the nodes from the last factor back to a softmax, it included; ``None`` without
-    one."""
+    """Return the nodes from the last factor back to a softmax, inclusive; ``None`` without one."""
     steps: list[Node] = []
     while isinstance(node, Node) and node.op == "call_function":
         steps.append(node)
@@ -102,7 +101,7 @@ def _behind_softmax(node: Any) -> list[Node] | None:
 
 
 def _is_rearranged(node: Node) -> bool:
-    """Return whether a node has the numbers of its operand: cast, or with leading dims merged."""
+    """Return whether a node has the values of its operand: cast, or with leading dims merged."""
     if is_cast(node):
         return node.meta["val"].is_floating_point()
     if not is_call(node, _aten.reshape.default):
@@ -112,18 +111,18 @@ def _is_rearranged(node: Node) -> bool:
 
 
 class _Attention:
-    """What the operator is given of a chain of nodes that ends in a product with values.
+    """The operator's arguments for a chain of nodes that ends in a matmul with values.
 
     Attributes:
-        lead: samples and heads, as the scores have them where their dropout is.
-        query, key, value: factors of the products; the keys are transposed, (..., d, l).
-        scale: of the scores.
+        lead: samples and heads, as the scores have them at their dropout.
+        query, key, value: factors of the matmuls; the keys are transposed, (..., d, l).
+        scale: factor of the scores.
         mask: False where they are -inf.
         inverted: whether the mask is True there instead.
         dropout: the arguments of the dropout.
 
     Raises:
-        _ObstacleError: the operator does not stand for the chain.
+        _ObstacleError: the operator does not compute the same as the chain.
     """
 
     def __init__(self, context: Node, probabilities: Sequence[Node]) -> None:
@@ -133,8 +132,8 @@ class _Attention:
         self.mask: Node | None = None
         self.inverted = False
         self.dropout: dict[str, Any] | None = None
-        self._zeros: Node | None = None  # the mask of what is 0 behind the softmax
-        self._lead_of_mask: tuple[int, ...] = ()  # of the scores that it is applied to
+        self._zeros: Node | None = None  # the mask of what is 0 after the softmax
+        self._lead_of_mask: tuple[int, ...] = ()  # leading dims of the scores that it applies to
         for node in probabilities:
             self._alone(node)
         for node in probabilities[:-1]:
@@ -158,7 +157,7 @@ class _Attention:
         if not isinstance(node, Node) or node.op != "call_function":
             raise _ObstacleError("its scores are made elsewhere")
         if len(node.users) > 1:
-            raise _ObstacleError(f"{node.name} is used by others, too")
+            raise _ObstacleError(f"{node.name} has other users")
 
     def _read_probabilities(self, node: Node) -> None:
         if is_call(node, DROPOUT.overload):
@@ -168,11 +167,11 @@ class _Attention:
             self.dropout = given
         elif is_call(node, _aten.where.ScalarOther):
             if self._zeros is not None or self.dropout is None or node.args[2] != 0:
-                raise _ObstacleError("its probabilities are changed behind the softmax")
+                raise _ObstacleError("its probabilities are changed after the softmax")
             self._zeros = node.args[0]
 
     def _read_scores(self, node: Node) -> Any:
-        """Take up a node between product and softmax; return the one before it."""
+        """Read a node between matmul and softmax; return the one before it."""
         if _is_rearranged(node):
             return node.args[0]
         if is_call(node, _aten.mul.Tensor, _aten.div.Tensor):
@@ -195,8 +194,8 @@ class _Attention:
     ) -> Any:
         if self.mask is not None:
             raise _ObstacleError("its scores have more than one mask")
-        # Of a row without keys, what is finite would count. Where such rows are 0 behind the
-        # softmax, the lowest number serves as -inf: of all other rows it has no share.
+        # In a row without keys, finite scores would count. If such rows are set to 0 after the
+        # softmax, the lowest value serves as -inf: in all other rows its probability is 0.
         is_lowest = lowest == torch.finfo(node.meta["val"].dtype).min
         serves = is_lowest and self._zeros is mask and not inverted
         if lowest != -math.inf and not serves:
@@ -237,7 +236,7 @@ class _Attention:
             raise _ObstacleError(f"no kernel for {', '.join(sorted(map(str, dtypes)))}")
         shapes = [shape_of(x) for x in factors]
         if any(isinstance(size, SymInt) for size in (*self.lead, *sum(shapes, ()))):
-            raise _ObstacleError("its sizes are open: each would be compiled anew")
+            raise _ObstacleError("its sizes are open: each would be compiled separately")
         self._require_lead(shapes)
         (*_, queries, width), (*_, keys), (*_, columns) = shapes
         if self.mask is not None and math.prod(self.mask_shape) == 1:
@@ -250,13 +249,13 @@ class _Attention:
     def _require_lead(self, factors: Sequence[tuple[int, ...]]) -> None:
         """Samples and heads are the same everywhere, in two dims or in one."""
         leads = {shape[:-2] for shape in factors}
-        # A rank's part of them; where something else is sharded, scores are of a part of the keys.
+        # A rank's part of them; if something else is sharded, scores cover only part of the keys.
         of_rows = {"R", "I"}
         placement = self._context.meta["placement"]
         if placement.is_sharded and placement.dim < len(shape_of(self._context)) - 2:
             of_rows.add(placement.kind)
         if placement.kind not in of_rows:
-            raise _ObstacleError(f"its context is {placement}: other than samples or heads")
+            raise _ObstacleError(f"its context is {placement}: not sharded by samples or heads")
         ways = {self.lead, (math.prod(self.lead),)}
         is_whole = len(self.lead) in (1, 2) and all(len(shape) > 2 for shape in factors)
         if not is_whole or any(

@@ -4,7 +4,7 @@
 
     return (loss, logits, hidden)    ->    return (loss, None, None)
 
-A step of a pipeline returns its loss alone. Without this pass the last stage would keep the logits
+A step of a pipeline returns only its loss. Without this pass the last stage would keep the logits
 of each microbatch in flight as outputs, and could not compute the loss head in chunks.
 """
 
@@ -21,8 +21,8 @@ from sp_compiler.ir.rewriting import erase_dead
 def loss_only(captured: Captured) -> None:
     """Replace the outputs of ``captured`` other than its loss by ``None``, in place.
 
-    What forward stores in attributes is dropped too; buffers are still written. A model without a
-    loss stays as it is.
+    Values that forward stores in attributes are dropped too; buffers are still written. A model
+    without a loss stays as it is.
     """
     kept = loss_position(captured.out_spec, _scalars(captured))
     if kept is None:

@@ -1,21 +1,23 @@
-"""Copies in front of kernels that read memory in order, where an operand may lie otherwise.
+"""Insert copies before kernels that require contiguous operands, if an operand may have other
+strides.
 
 ::
 
     y = native_group_norm(x, ...)  -->  y = native_group_norm(clone(x, contiguous_format), ...)
 
-Some kernels take the elements of an operand to be in order and do not look at its strides: they
-compute with others, or read beyond the last. Eager operators make operands contiguous before they
-call them; a trace has no copy for this, as its inputs are contiguous. But a region may be given
-anything: a permuted result of the region before it, or a tensor or a parameter of the user's. A
-convolution returns channels last if an operand is, and an elementwise operator keeps the order of
-its first. An operator of the user's may read in order, too: a ``contiguous()`` in front of it is
-gone, with all copies.
+Some kernels assume that the elements of an operand are contiguous and ignore its strides: with
+other strides they compute with wrong elements, or read out of bounds. Eager operators make operands
+contiguous before they call them; a trace has no copy for this, because its inputs are contiguous.
+But a region's arguments may have any strides: a permuted result of the region before it, or a
+tensor or a parameter of the user's. A convolution returns channels last if an operand is, and an
+elementwise operator keeps the memory format of its first. A custom operator may require contiguous
+memory, too: a ``contiguous()`` before it was removed along with all copies.
 
-Whatever has the strides of the trace stays as it is: products, norms over rows, and what is
-computed from them. The copy is printed as ``contiguous()``, which does nothing for most inputs.
+Values that have the strides of the trace for any inputs stay as they are: matmuls, norms over rows,
+and what is computed from them. The copy is printed as ``contiguous()``, which does nothing for most
+inputs.
 
-Mutates the graph. Reads ``meta["val"]``; new nodes take the meta of what they copy.
+Mutates the graph. Reads ``meta["val"]``; new nodes take the meta of the nodes that they copy.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ from sp_compiler.trace.joint import JointGraph
 
 _aten = torch.ops.aten
 _READ_IN_ORDER = {
-    # operator -> positions of the operands, of which attention needs only the last dim in order,
-    # and a view as another dtype does, too
+    # operator -> positions of the operands; attention, and a view as another dtype, need only the
+    # last dim contiguous
     _aten.view_as_complex.default: (0,),
     _aten.view.dtype: (0,),
     _aten.native_group_norm.default: (0,),
@@ -49,7 +51,7 @@ _READ_IN_ORDER = {
     _aten._scaled_dot_product_efficient_attention_backward.default: (0, 1, 2, 3),
 }
 _KNOWN_LIBRARIES = ("aten", "prims", "_c10d_functional", "sp_compiler")
-# Their results are in order whatever their operands are.
+# Their results are contiguous whatever their operands are.
 _IN_ORDER = {
     *(product for product in MATMULS if product is not _aten.convolution.default),
     _aten.native_layer_norm.default, _aten.embedding.default, _aten._softmax.default,
@@ -63,7 +65,7 @@ def order_memory(joint: JointGraph) -> None:
         joint: of one region, whose inputs may have any strides at run time.
     """
     known = dict.fromkeys(joint.inputs, False)
-    # A region is given contiguous ones.
+    # The runtime passes contiguous tangents.
     known.update(dict.fromkeys(joint.tangents, True))
     copies: dict[Node, Node] = {}
     for node in list(joint.graph.nodes):
@@ -81,13 +83,13 @@ def order_memory(joint: JointGraph) -> None:
 
 
 def _read_in_order(node: Node) -> list[Node]:
-    """Return the operands whose strides the kernel of ``node`` may not look at."""
+    """Return the operands whose strides the kernel of ``node`` may ignore."""
     if node.target in _READ_IN_ORDER:
         operands = [node.args[position] for position in _READ_IN_ORDER[node.target]]
         return [operand for operand in operands if isinstance(operand, Node)]
     if not isinstance(node.target, OpOverload) or node.target.namespace in _KNOWN_LIBRARIES:
         return []
-    # What is no tensor in order in the trace was not made so by the model either.
+    # An operand that is not contiguous in the trace was not made contiguous by the model.
     values = [(operand, operand.meta["val"]) for operand in node.all_input_nodes]
     return [each for each, val in values if isinstance(val, Tensor) and val.is_contiguous()]
 
@@ -100,7 +102,7 @@ def _is_known(node: Node, known: dict[Node, bool]) -> bool:
     for operand in node.all_input_nodes:
         if not known[operand]:
             return False
-        # The first operand that has all dims decides in which order they lie.
+        # The first operand that has all dims determines the order of dims in memory.
         if is_tagged_pointwise(node) and _has_all_dims(operand, node):
             return True
     return True
@@ -112,7 +114,7 @@ def _has_all_dims(operand: Node, node: Node) -> bool:
     return (
         isinstance(value, Tensor)
         and same_shape(value.shape, result.shape)
-        # A dim that is expanded has no place in memory: the next operand decides.
+        # An expanded dim has stride 0 and no position in memory: the next operand decides.
         and 0 not in value.stride()
     )
 
@@ -124,5 +126,5 @@ def _copied(operand: Node, reader: Node) -> Node:
             graph, _aten.clone.default, (operand,), {"memory_format": torch.contiguous_format},
             like=operand, origin=Pass.SIMPLIFY, val=operand.meta["val"].contiguous(),
         )  # fmt: skip
-    report_of(Pass.SIMPLIFY).rewrote(kind="copy for a kernel that reads in order")
+    report_of(Pass.SIMPLIFY).rewrote(kind="copy for a kernel that needs contiguous memory")
     return copy

@@ -38,8 +38,8 @@ from sp_compiler.ir.symbolic import example_number, is_open, plain, same_shape
 aten = torch.ops.aten
 
 _PRODUCTS = (aten.mm.default, aten.linear.default)
-# With 1 as the second operand they compute what they are given, to the bit. A sum with 0 does not:
-# it turns -0.0 into 0.0.
+# With 1 as the second operand they return the first bitwise. A sum with 0 does not: it turns -0.0
+# into 0.0.
 _KEEPS_NUMBERS = (aten.mul.Tensor, aten.div.Tensor, aten.pow.Tensor_Scalar)
 # Views that are the identity if they keep the shape; a transpose may keep it and move the elements.
 _KEEPS_ORDER = (*RESHAPES, aten.expand.default, aten.slice.Tensor)
@@ -57,7 +57,7 @@ def simplify(graph: Graph) -> None:
                 node.replace_all_uses_with(replacement)
                 graph.erase_node(node)
                 break
-    # Behind the rules, which make views equal that were not.
+    # After the rules, which make more views equal.
     views = (node for node in list(graph.nodes) if is_view(node))
     report.rewrote(len(merge_equal(views)), kind="merge_equal_views")
     erase_dead(graph)
@@ -68,10 +68,10 @@ def _view_of_view(node: Node) -> Node | None:
     """``view(view(x, a), b)`` -> ``view(x, b)``."""
     if node.target not in RESHAPES or node.args[0].target not in RESHAPES:
         return None
-    # The check of placements derives the result of each view: it could not follow one step that
-    # changes the dim that the shard is a part of.
+    # The check of placements derives the result of each view: it could not follow a single step
+    # that changes the dim that the shard is a part of.
     if node.meta.get("relabels") or node.args[0].meta.get("relabels"):
-        report_of(Pass.SIMPLIFY).decline(node, "the views change what the shard is a part of")
+        report_of(Pass.SIMPLIFY).decline(node, "the views change the dim that is sharded")
         return None
     with node.graph.inserting_before(node):
         merged = _call(aten.view.default, (node.args[0].args[0], node.args[1]), like=node)
@@ -104,13 +104,13 @@ def _dims(node: Node) -> set[int]:
 
 
 def _sum_then_squeeze(node: Node) -> Node | None:
-    """``view(sum(x, dims, True), s)`` -> ``sum(x, dims)`` where ``s`` has those dims dropped."""
+    """``view(sum(x, dims, True), s)`` -> ``sum(x, dims)`` if ``s`` has those dims dropped."""
     total = node.args[0] if node.target in RESHAPES else None
     if total is None or total.target is not aten.sum.dim_IntList or len(total.users) > 1:
         return None
     call = arguments(total)
     rank = call["self"].meta["val"].dim()
-    # No dims: over all of them.
+    # No dims means all of them.
     dropped = {dim % rank for dim in call["dim"] or range(rank)}
     squeezed = [size for dim, size in enumerate(total.meta["val"].shape) if dim not in dropped]
     if not call["keepdim"] or total.kwargs or not same_shape(squeezed, node.meta["val"].shape):
@@ -128,18 +128,18 @@ def _fuse_bias(node: Node) -> Node | None:
     for product, bias in (node.args[:2], node.args[1::-1]):  # the sum may have either order
         matmul = product.args[0] if product.target in RESHAPES else product
         if _is_biased_product(product, matmul, bias):
-            # Another user needs the product without the bias: it would be computed twice.
+            # Another user needs the matmul without the bias: it would be computed twice.
             if len(product.users) == len(matmul.users) == 1:
                 return _with_bias(node, product, matmul, bias)
-            report_of(Pass.SIMPLIFY).decline(node, "the product without the bias is used too")
+            report_of(Pass.SIMPLIFY).decline(node, "the matmul without the bias has other users")
     return None
 
 
 def _is_biased_product(product: Node, matmul: Node, bias: Node) -> bool:
-    if matmul.target not in _PRODUCTS or len(matmul.args) > 2:  # it has a bias already
+    if matmul.target not in _PRODUCTS or len(matmul.args) > 2:  # it already has a bias
         return False
     bias_value, value = bias.meta["val"], product.meta["val"]
-    # The last dim on both sides of the view between: one that splits it would split the bias.
+    # The last dim on both sides of the view between: a view that splits it would split the bias.
     return (
         bias_value.dim() == 1
         and bias_value.dtype == value.dtype
@@ -150,14 +150,14 @@ def _is_biased_product(product: Node, matmul: Node, bias: Node) -> bool:
 
 def _with_bias(node: Node, product: Node, matmul: Node, bias: Node) -> Node:
     with node.graph.inserting_before(node):
-        # ``mm`` is left of products whose weight is stored (in, out): GPT-2's.
+        # ``mm`` remains for weights stored as (in, out), such as GPT-2's.
         target, args = aten.linear.default, (*matmul.args, bias)
         if matmul.target is aten.mm.default:
             target, args = aten.addmm.default, (bias, *matmul.args)
         fused = _call(target, args, like=node, val=matmul.meta["val"])
         if product is matmul:
             return fused
-        fused.meta.pop("placement", None)  # that of the view, which has other dims
+        fused.meta.pop("placement", None)  # it refers to the dims of the view
         return _call(aten.view.default, (fused, product.args[1]), like=node)
 
 
@@ -171,7 +171,7 @@ def _linear(node: Node) -> Node | None:
         bias = (first,)
     else:
         return None
-    # A bias of two dims is no bias of linear but a summand of its own.
+    # A summand of two dims is not a bias of linear.
     if transposed.target is not aten.t.default or (bias and bias[0].meta["val"].dim() != 1):
         return None
     with node.graph.inserting_before(node):
@@ -179,16 +179,16 @@ def _linear(node: Node) -> Node | None:
 
 
 def _times_one(node: Node) -> Node | None:
-    """``x * 1``, ``x / 1`` and ``x ** 1`` -> ``x``, unless another tensor must be made."""
+    """``x * 1``, ``x / 1`` and ``x ** 1`` -> ``x``, unless a new tensor must be made."""
     if node.target not in _KEEPS_NUMBERS or isinstance(node.args[1], Node) or node.args[1] != 1:
         return None
     source = node.args[0]
     value, given = node.meta["val"], source.meta["val"]
-    # Integers become floats, and what is expanded gets memory of its own, which a view may need.
+    # Integers become floats, and an expanded value gets its own memory, which a view may need.
     if value.dtype != given.dtype or not same_shape(value.stride(), given.stride()):
         return None
     if is_returned(node):
-        report_of(Pass.SIMPLIFY).decline(node, "whoever is given it may change it in place")
+        report_of(Pass.SIMPLIFY).decline(node, "it is returned, and may be modified in place")
         return None
     return source
 
@@ -196,17 +196,17 @@ def _times_one(node: Node) -> Node | None:
 def _fill_by_where(node: Node) -> Node | None:
     """``masked_fill(x, mask, number)`` -> ``where(mask, number, x)``.
 
-    The same numbers in one pass over memory; masked_fill copies first, and then writes.
+    The same values in one pass over memory; masked_fill first copies, then writes.
     """
     if node.target is not aten.masked_fill.Scalar:
         return None
     x, mask, number = node.args
     if not _fits(number, node.meta["val"].dtype):  # masked_fill raises, where returns infinity
-        report_of(Pass.SIMPLIFY).decline(node, "the number is none of the dtype")
+        report_of(Pass.SIMPLIFY).decline(node, "the value is not representable in the dtype")
         return None
-    # The order in memory is that of the first operand: of where, the mask.
+    # The memory layout is that of the first operand: for where, the mask.
     if not x.meta["val"].is_contiguous() or not _is_in_order(mask):
-        report_of(Pass.SIMPLIFY).decline(node, "the result could lie in another order")
+        report_of(Pass.SIMPLIFY).decline(node, "the result could have another memory layout")
         return None
     with node.graph.inserting_before(node):
         return _call(aten.where.ScalarSelf, (mask, number, x), like=node)
@@ -219,11 +219,11 @@ def _fits(number: object, dtype: torch.dtype) -> bool:
 
 
 def _is_in_order(node: Node) -> bool:
-    """Return whether no dim lies in memory between the elements of a later one."""
-    # Those of the example: which of two strides is larger does not depend on open sizes.
+    """Return whether the dims are in decreasing order of strides."""
+    # Strides of the example: which of two is larger does not depend on open sizes.
     value = node.meta["val"]
     sizes, strides = (map(example_number, each) for each in (value.shape, value.stride()))
-    # A dim of size 1 or one that is expanded has no place: there the next operand decides.
+    # A dim of size 1 or an expanded one has no position in memory: the next operand decides there.
     of_dims = [stride for stride, size in zip(strides, sizes, strict=True) if size != 1 and stride]
     return all(outer >= inner for outer, inner in pairwise(of_dims))
 
@@ -231,8 +231,8 @@ def _is_in_order(node: Node) -> bool:
 def _views_behind_cat(node: Node) -> Node | None:
     """``cat([view(clone(x), s), ...])`` -> ``view(cat([x, ...]), s)`` where views merge dims.
 
-    So is the gradient of a fused projection made of those of q, k and v by heads: each is copied
-    once, not brought in order and then copied.
+    The gradient of a fused projection is made of those of q, k and v by heads in this way: each is
+    copied once, instead of being made contiguous and then copied.
     """
     if node.target is not aten.cat.default:
         return None
@@ -242,19 +242,19 @@ def _views_behind_cat(node: Node) -> Node | None:
         return None
     parts = [_without_copy(view.args[0]) for view in views]
     if all(part is view.args[0] for part, view in zip(parts, views, strict=True)):
-        return None  # these views take no copy
+        return None  # these views need no copy
     merged = {_merged(part, view, dim) for part, view in zip(parts, views, strict=True)}
     if len(merged) > 1 or () in merged:
         return None
-    # Else they may all be channels last, and so would be the result.
+    # Otherwise they may all be channels last, and then the result would be too.
     if not any(_ends_in_order(part) for part in parts):
-        report_of(Pass.SIMPLIFY).decline(node, "the result could lie in another order")
+        report_of(Pass.SIMPLIFY).decline(node, "the result could have another memory layout")
         return None
     size = sum(part.meta["val"].shape[dim] for part in parts)
     shape = (*result.shape[:dim], size, *merged.pop(), *result.shape[dim + 1 :])
     with node.graph.inserting_before(node):
         joined = _call(node.target, (parts, dim), like=node, val=result.new_empty(shape))
-        joined.meta.pop("placement", None)  # that of the view, which has other dims
+        joined.meta.pop("placement", None)  # it refers to the dims of the view
         return _call(aten.view.default, (joined, list(result.shape)), like=node)
 
 
@@ -269,8 +269,8 @@ def _without_copy(node: Node) -> Node:
 
 
 def _merged(part: Node, view: Node, dim: int) -> tuple[int, ...]:
-    """Return the sizes that ``view`` merges into ``dim`` of ``part``; none if it does anything
-    else, or one of them is open."""
+    """Return the sizes that ``view`` merges into ``dim`` of ``part``; empty if it does anything
+    else, or if one of them is open."""
     shape, result = part.meta["val"].shape, view.meta["val"].shape
     end = dim + 1 + len(shape) - len(result)
     kept = (*shape[:dim], *shape[end:])
@@ -280,7 +280,7 @@ def _merged(part: Node, view: Node, dim: int) -> tuple[int, ...]:
 
 
 def _ends_in_order(node: Node) -> bool:
-    """Return whether the elements of the last dim lie one behind the other."""
+    """Return whether the elements of the last dim are contiguous."""
     value = node.meta["val"]
     return same_shape(value.stride()[-1:], (1,)) and not same_shape(value.shape[-1:], (1,))
 
@@ -293,7 +293,7 @@ def _call(target: Any, args: tuple[Any, ...], *, like: Node, val: Any = None) ->
     )
 
 
-# Views first: the later rules look for a product behind at most one view.
+# Views first: the later rules look for a matmul followed by at most one view.
 _RULES: tuple[Callable[[Node], Node | None], ...] = (
     _view_of_view,
     _same_shape,

@@ -114,7 +114,7 @@ def _in_chunks(joint: JointGraph, counts: Mapping[Kind, int], world_size: int) -
     copy = replace(joint.copy(), chunks=named)
     for kind, count in counts.items():
         for chain in chains(copy, kind) if count > 1 else ():
-            # Of several attentions in a block, one may have fewer queries.
+            # A block may have several attentions, some with fewer queries.
             own = min(count, chain.num_rows)
             _Rewrite(copy.graph, chain, own, world_size).run()
             what = "attention " if kind == "attention" else ""

@@ -6,7 +6,7 @@
                                                    ->    loss = sum(rows) / sum(w[y])
     nll_loss_backward(g, p, y, w, mean, count)           nll_loss_backward(g / sum(w[y]), ..., none)
 
-The mean over a chunk would be divided by the weights of that chunk alone, which are 0 if all its
+The mean over a chunk would be divided by only the weights of that chunk, which are 0 if all its
 labels are ignored. Mutates the graph; new nodes get the meta of those that they replace.
 """
 

@@ -10,14 +10,14 @@
     y = expert_combine(y_1, splits, order, places)       # (s, n)
 
 The parameters with a matrix (or a vector) per expert are recognised by their use: as the factors of
-grouped products, or picked by the expert of each row (``w[ids]``). What lies between the first such
-use and the last one is computed row by row, which the sharding rules prove, and runs on the rows
-that were sent here; nothing else changes. Weights of the router are multiplied to what comes back,
-so the router's gradient is that of its own rows.
+grouped matmuls, or picked by the expert of each row (``w[ids]``). The operators between the first
+and the last such use compute row by row, which the sharding rules prove, and run on the rows that
+were sent here; nothing else changes. The router's weights multiply the rows that come back, so the
+router's gradient is that of its own rows.
 
-Rows of other ranks are behind this rank's program, not part of it: a layer computes on ``s * n_ep``
-rows, of which the last ones are zeros, for as many as all ranks have may come. Their results are
-dropped, and their gradients are zeros. Requires and preserves normal form.
+The graph describes only this rank's own rows. As many rows as all ranks have may be sent here, so a
+layer computes on ``s * n_ep`` rows; the unused last ones are zeros. Their results are dropped, and
+their gradients are zeros. Requires and preserves normal form.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def expert_parallel(
 
     Raises:
         UnsupportedError: no experts, or experts in a form that cannot be divided.
-        ArgumentError: a number of experts that the ranks do not divide.
+        ArgumentError: a number of experts that is not divisible by the number of ranks.
     """
     graph, mutated = captured.module.graph, {*captured.mutated}
     sources = [*zip(captured.placeholders, captured.refs, strict=True)]
@@ -66,7 +66,7 @@ def expert_parallel(
     weights = dict.fromkeys(use.weight for layer in layers for use in layer.uses)
     for weight in weights:
         _divide(weight, names[weight], layers, num_ranks)
-    # Of the seed each rank draws other numbers, but as it would for its own rows.
+    # The seed differs too, but a row's random numbers may come from the rank that computes it.
     own = [node for node, ref in sources if ref.kind in ("input", "seed") or ref.name in mutated]
     varying = descendants(own) - {node for node, ref in sources if ref.kind == "seed"}
     for layer in layers:
@@ -99,16 +99,16 @@ def _none_found(captured: Captured, names: dict[Node, str]) -> str:
     if where is not None:
         path = where.rpartition(".")[0]
         of = f"module {path!r}" if path else f"parameter {where!r}"
-        found = f"the experts of {of} are computed in another way"
+        found = f"the experts of {of} have an unsupported form"
     users = (user for node, name in names.items() if name == where for user in node.users)
-    # The line of the model that would have to be another one.
+    # The line of the model that would have to change.
     origin = next((f"\n{node_origin(user)}" for user in users), "")
     return f'the mesh has an axis "ep", which divides experts, and {found}. {HOW}{origin}'
 
 
 def _multiplies(weight: Node) -> bool:
-    """Return whether ``weight``, or a part of it, is the factor of a matrix product."""
-    # Filters of a convolution have three dims too, and so have positions that are added.
+    """Return whether ``weight``, or a part of it, is a factor of a matmul."""
+    # Filters of a convolution have three dims too, as do position embeddings, which are added.
     passes_on = (aten.index.Tensor, aten.index_select.default)
     read = reach(
         [weight],

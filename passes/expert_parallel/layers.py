@@ -12,9 +12,9 @@ from sp_compiler.ir.fx import arguments, is_call, is_getitem, shape_of
 from sp_compiler.ir.op_traits import is_grouped_product
 
 HOW = (
-    "Experts that are divided are a parameter with a matrix per expert, the factor of grouped "
-    "products or picked by the expert of each row, as w[ids] with ids of one dim (in transformers: "
-    'model.set_experts_implementation("grouped_mm"))'
+    "To be divided, experts must be a parameter with a matrix per expert that is a factor of "
+    "grouped matmuls, or that is indexed by the expert of each row, as w[ids] with ids of one dim "
+    '(in transformers: model.set_experts_implementation("grouped_mm"))'
 )
 _aten = torch.ops.aten
 SORTS = (_aten.sort.stable, _aten.argsort.stable)  # normalized graphs have no others
@@ -22,7 +22,7 @@ SORTS = (_aten.sort.stable, _aten.argsort.stable)  # normalized graphs have no o
 
 @dataclass(frozen=True)
 class Use:
-    """A grouped product, or the choice of a row's expert: ``node`` reads the parameter ``weight``
+    """A grouped matmul, or the choice of a row's expert: ``node`` reads the parameter ``weight``
     through the calls ``views``."""
 
     node: Node
@@ -39,9 +39,9 @@ class Layer:
     """Experts of one layer.
 
     Attributes:
-        routing: ends of the rows of each expert, or the expert of each row.
+        routing: end offsets of the rows of each expert, or the expert of each row.
         ids: the expert of each row, if any use picks by it.
-        uses: products in graph order, then choices.
+        uses: matmuls in graph order, then choices.
     """
 
     routing: Node
@@ -70,10 +70,10 @@ def layers_of(graph: Graph, names: dict[Node, str]) -> list[Layer]:
         of_products = [
             layer
             for ends, layer in layers.items()
-            # Rows are routed where their ends are known.
+            # Rows are routed once their ends are known.
             if places[ends] < places[use.node] and _counts(ends, ids)
         ]
-        # A vector per row is any lookup; of experts only beside their matrices.
+        # Picking a vector per row may be any lookup; it is of experts only next to their matrices.
         if of_products:
             of_products[0].ids = ids
             of_products[0].uses.append(use)
@@ -116,13 +116,13 @@ def picked_rows(node: Node) -> Node | None:
 
 def _counts(ends: Node, ids: Node) -> bool:
     """Whether ``ends`` are the ends of each expert's rows among ``ids``."""
-    # Counts are the same in any order, and the products' rows are in that of experts.
+    # Counts are the same in any order, and the matmuls' rows are sorted by expert.
     ids = uncast(ids)
     return counted_ids(ends) is ids and sort_of(ids) is not None
 
 
 def counted_ids(ends: Node) -> Node | None:
-    """Return the expert of each row, if ``ends`` are the ends of every expert's rows in a row."""
+    """Return the expert of each row, if ``ends`` are the end offsets of the experts' rows."""
     ends = uncast(ends, is_whole=True)
     if not is_call(ends, _aten.cumsum.default):
         return None
@@ -136,7 +136,7 @@ def counted_ids(ends: Node) -> Node | None:
 
 
 def sort_of(ids: Node) -> Node | None:
-    """Return the sort, from the smallest, in whose order its keys ``ids`` are, if there is one."""
+    """Return the ascending sort that the keys ``ids`` are in the order of, if there is one."""
     if is_getitem(ids):
         return ids.args[0] if ids.args[1] == 0 and _sorts(ids.args[0]) else None
     order: Any = picked_rows(ids)
@@ -150,15 +150,15 @@ def _sorts(node: Any) -> bool:
 
 
 def uncast(node: Node, *, is_whole: bool = False) -> Node:
-    """Return the value before casts that keep numbers of experts or rows.
+    """Return the value before casts that preserve the numbers of experts or rows.
 
     Args:
-        is_whole: whether the numbers are whole ones in any type.
+        is_whole: whether the values are integers in any type.
     """
     while is_call(node, _aten._to_copy.default):
         source, target = node.args[0].meta["val"], node.meta["val"].dtype
         truncates = source.is_floating_point() and not is_whole
-        # float32 has all of them to 2 ** 24.
+        # float32 represents all of them up to 2 ** 24.
         if target not in (torch.float32, torch.float64) and (
             truncates or target not in (torch.int32, torch.int64)
         ):

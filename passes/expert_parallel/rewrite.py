@@ -76,7 +76,7 @@ class Rewrite:
         self._experts = experts
         self._own = {routing: ends} if self._by_end else {}
         if layer.ids is not None:
-            # -1 behind the last row, where any expert will do.
+            # -1 after the last row, where any expert will do.
             self._own[layer.ids] = self._behind(experts, _aten.clamp.default, experts, 0)
 
     @property
@@ -116,20 +116,21 @@ class Rewrite:
             rows = self._rows_of(node, inside)
             if node in between and rows is None:
                 raise UnsupportedError(
-                    f"{node.name}, between products of experts, is not known to compute each row "
-                    "from itself and parameters alone: its rows cannot be sent to other ranks. "
+                    f"{node.name}, between matmuls of experts, is not known to compute each row "
+                    "only from that row and parameters: its rows cannot be sent to other ranks. "
                     f"{HOW}\n{node_origin(node)}"
                 )
-            # Behind the last product what reads nothing but its rows goes along: a bias, a cast.
+            # After the last matmul, an operator that reads only its rows (a bias, a cast) is
+            # included.
             if rows is not None and (node in between or not rows):
                 inside[node] = rows
         return inside
 
     def _first_reads(self) -> Iterator[Node]:
-        """Yield the calls that bring what is picked for a row together with the row."""
+        """Yield the calls that combine what is picked for a row with the row."""
         for use in self._layer.uses:
             picked = [] if use.is_product else [use.node]
-            for node in picked:  # which grows
+            for node in picked:  # the list grows
                 for user in node.users:
                     if len(user.all_input_nodes) == 1:
                         picked.append(user)
@@ -161,7 +162,7 @@ class Rewrite:
             return None
         if any(dims not in with_rows for dims in rule.results):
             return None
-        # The rank that a row goes to has other values of what depends on the batch.
+        # On the rank that a row is sent to, values that depend on the batch differ.
         if any(x in self._varying and dims not in with_rows for x, dims in operands):
             return None
         return [x for x, dims in operands if x not in inside and dims in with_rows]
@@ -170,8 +171,8 @@ class Rewrite:
         if rows not in self._sent:
             target = EXPERT_DISPATCH.overload
             sent = insert_call(user, target, (rows, *self._route), origin=_ORIGIN)
-            # All rows are computed: zeros would be NaN where a row is divided by its norm, and so
-            # would be the gradient of the expert that they are given to.
+            # All rows are computed: zeros would become NaN if a row is divided by its norm, and so
+            # would the gradient of the expert that they are assigned to.
             fill = not self._by_end and sent.meta["val"].is_floating_point()
             self._sent[rows] = self._masked(sent, 1) if fill else sent
         return self._sent[rows]
@@ -189,7 +190,7 @@ class Rewrite:
             raise PassError(_ORIGIN, f"rows of all ranks make {new}, expected {shapes}", node)
 
     def _sums_over_rows(self, node: Node, inside: Container[Node]) -> bool:
-        """Whether a gradient of ``node`` is a sum over rows, which no grouped product makes."""
+        """Whether a gradient of ``node`` is a sum over rows, other than by a grouped matmul."""
         if node in self._uses and self._uses[node].is_product:
             return False
         sent = self._sent.values()
@@ -197,9 +198,9 @@ class Rewrite:
         return any(x.meta["requires_grad"] for x in others)
 
     def _mask(self, node: Node, inside: Container[Node]) -> None:
-        """Make what ``node`` reads and makes zero behind the last row.
+        """Make the operands and results of ``node`` zero after the last row.
 
-        Grouped products leave the rows there as they find them, in gradients too.
+        Grouped matmuls leave the rows there uninitialized, in gradients too.
         """
         for x in [x for x in node.all_input_nodes if x in inside]:
             if x.meta["val"].is_floating_point():
@@ -211,7 +212,7 @@ class Rewrite:
                 user.replace_input_with(node, masked)
 
     def _masked(self, node: Node, other: int) -> Node:
-        """``node``, with ``other`` behind the last row."""
+        """``node``, with ``other`` after the last row."""
         ones = [1] * (len(shape_of(node)) - 1)
         is_row = self._behind(node, _aten.ge.Scalar, self._experts, 0)
         is_row = self._behind(is_row, _aten.reshape.default, is_row, [shape_of(node)[0], *ones])
@@ -220,7 +221,7 @@ class Rewrite:
         return masked
 
     def _behind(self, anchor: Node, target: Any, *args: Any) -> Node:
-        """A call behind ``anchor``, in its module."""
+        """A call right after ``anchor``, in its module."""
         value, requires_grad = differentiable_result(fake_mode_of(self._graph), target, args, {})
         with self._graph.inserting_after(anchor):
             return make_call(

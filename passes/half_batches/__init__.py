@@ -17,7 +17,7 @@ those of the full batch, except for the order of sums in gradients of parameters
 before sharding, so every rank holds a part of the tokens of each half.
 
 The layers are split, and cheap operators around them. Embeddings are looked up for the full batch,
-and the halves are joined before a wide product, the head. Experts that sort the rows of the batch
+and the halves are joined before a wide matmul, the head. Experts that sort the rows of the batch
 sort those of each half (:mod:`.sorted_rows`). Requires and preserves normal form.
 """
 
@@ -32,7 +32,7 @@ from sp_compiler.passes.half_batches.choice import RefusedError, calls_to_split
 from sp_compiler.passes.half_batches.rewrite import Halves
 from sp_compiler.planning.plan import Plan
 
-# Kernels of half the rows are a little less efficient than estimated; what is gained must be more.
+# Kernels on half the rows are a little less efficient than estimated; the gain must exceed that.
 _LEAST_GAIN = 0.01
 
 
@@ -63,7 +63,7 @@ def half_batches(captured: Captured) -> None:
 
 def halves_pay(halves: Plan, full: Plan, budget_bytes: int | None) -> bool:
     """Return whether a step on half batches takes less time than on the full one, and no more
-    memory than that or ``budget_bytes``."""
+    memory than that or than ``budget_bytes``."""
     faster = halves.schedule.step_us < (1 - _LEAST_GAIN) * full.schedule.step_us
     most_bytes = max(full.activation_peak_bytes, budget_bytes or 0)
     return faster and halves.activation_peak_bytes <= most_bytes

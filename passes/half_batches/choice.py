@@ -1,4 +1,4 @@
-"""Which operators run once per half, and which make the full batch's values."""
+"""Which operators run once per half, and which compute values of the full batch."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def calls_to_split(captured: Captured) -> dict[Node, Split]:
     before_layers = ancestors(in_layers)
     activations = descendants(_differentiable_inputs(captured))
     splits: dict[Node, Split] = {}
-    joined: set[Node] = set()  # what reads both halves, and all behind it
+    joined: set[Node] = set()  # operators that read both halves, and all that follow
     for node in nodes:
         operands = [value_of(operand) for operand in tensor_operands(node)]
         sources = {source for source, _ in operands}
         reads_joined = not joined.isdisjoint(sources)
         split = None if reads_joined else _on_halves(node, operands, states)
-        # Tables and masks that inputs alone determine are made once, for both halves. So is what a
-        # matrix of parameters makes behind the layers: its gradient would be made for each half.
+        # Tables and masks that depend only on inputs are made once, for both halves. So is a matmul
+        # with parameters after the layers: otherwise their gradient would be made for each half.
         flows = any(value in states and value[0] in activations for value in operands)
         others = [v for v in operands if v not in states and v[0] in activations]
         is_head = node not in before_layers and any(len(value_shape(v)) > 1 for v in others)
@@ -73,17 +73,17 @@ def calls_to_split(captured: Captured) -> dict[Node, Split]:
             splits[node] = split
         elif reads_joined or not sources.isdisjoint(splits):
             if node in before_layers:
-                whole = "a layer reads what the whole batch determines"
+                whole = "a layer reads a value that depends on the entire batch"
                 raise RefusedError(node, whole if reads_joined else _mixes(node))
             _require_joinable(node, [states[v] for v in operands if v[0] in splits])
             joined.add(node)
             continue
-        # Of a value of the full batch the halves are slices, so they must be its parts.
+        # The halves of a full-batch value are slices of it, so they must be its parts.
         if split is not None and (node in splits or can_join):
             states.update(zip(results_of(node), split.states, strict=True))
     output = captured.module.graph.output_node()
     if in_layers.isdisjoint(splits):
-        # Named after the output: there is no operator whose fault it is.
+        # Reported at the output: no operator is to blame.
         raise RefusedError(output, "the model has no repeated layers that the batch goes through")
     for value in map(value_of, output.all_input_nodes):
         _require_joinable(value[0], [states[value]] if value[0] in splits else [])
@@ -91,7 +91,7 @@ def calls_to_split(captured: Captured) -> dict[Node, Split]:
 
 
 def _require_joinable(node: Node, halves: Iterable[State]) -> None:
-    """Raise an error if what ``node`` is of the full batch is not ``halves`` behind each other."""
+    """Raise an error if the joined ``halves`` are not the full batch's value of ``node``."""
     if not all(map(_can_be_joined, halves)):
         raise RefusedError(node, _mixes(node))
 
@@ -103,7 +103,7 @@ def _can_be_joined(state: State) -> bool:
 def _mixes(node: Node) -> str:
     node = node.args[0] if is_getitem(node) else node
     name = str(node.target.__name__).partition(".")[0]
-    return f"{name} mixes the batch, or is not known not to"
+    return f"{name} mixes the batch, or is not known to keep its samples separate"
 
 
 def _batch_of_inputs(captured: Captured) -> dict[Value, State]:
@@ -123,8 +123,8 @@ def _batch_of_inputs(captured: Captured) -> dict[Value, State]:
             captured.module.graph.output_node(), "no input has a batch and another dim"
         )
     if size % HALVES:
-        raise RefusedError(inputs[0], f"a batch of {size} has no halves of one size")
-    # A dim of this size that is no batch does no harm: only what runs on halves of it is split.
+        raise RefusedError(inputs[0], f"a batch of {size} has no equal halves")
+    # A dim of this size that is not a batch does no harm: only what runs on its halves is split.
     return {(node, 0): BATCH_FIRST for node in inputs if shape_of(node)[:1] == (size,)}
 
 
@@ -165,14 +165,14 @@ def _row_by_row(node: Node, operands: list[Value], states: Mapping[Value, Rows])
         if value in states and placement != states[value].placement:
             return None
         if value not in states and placement.segments:
-            return None  # a half of what is made for the full batch is one slice
+            return None  # a half of a full-batch value is one slice
     orders = {states[value].order for value in operands if value in states}
     (order, *others) = orders
     if others or not (order is None or _keeps_order(rule, factor, operands, strategy, states)):
         return None
     where = strategy.results[0]
     if is_call(node, *DRAWS) and (where.segments or math.prod(shape_of(node)[: where.dim]) != 1):
-        return None  # the counter's rows of a half must follow each other
+        return None  # the counter's rows of a half must be contiguous
     return Split(strategy, tuple(Rows(placement, order) for placement in strategy.results))
 
 
@@ -182,7 +182,7 @@ _Index = tuple[Factor, Segmentation]
 def _batch_index(
     rule: OpRule, operands: list[Value], states: Mapping[Value, Rows]
 ) -> _Index | None:
-    """Return the index of the operator that is the batch, or begins with it, and its segments."""
+    """Return the index of the operator that is or begins with the batch, and its segments."""
     indices: dict[_Index | None, None] = {}
     for value, dims in zip(operands, rule.operands, strict=True):
         if value in states:
@@ -212,9 +212,9 @@ def _keeps_order(
     strategy: Strategy,
     states: Mapping[Value, Rows],
 ) -> bool:
-    """Whether sorted rows stay rows, and are read with nothing that is in another order."""
+    """Whether sorted rows stay rows, and are combined with nothing that is in another order."""
     if rule.placed:
-        return False  # what it draws for a row depends on the row's place
+        return False  # the random numbers of a row depend on its position
     rows_only = all((factor,) in dims for dims in rule.results)
     for value, dims, placement in zip(operands, rule.operands, strategy.operands, strict=True):
         if value in states:

@@ -1,4 +1,4 @@
-"""Puts two nodes in the place of each operator that is split."""
+"""Replaces each operator that is split by two nodes."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Halves:
 
     def split(self, node: Node, split: Split) -> None:
         """Insert calls of ``node`` on each half before it."""
-        # Side by side, not one half of a layer behind the other: what both hold at once in this
-        # order is what the schedule may take.
+        # Next to each other, not one half of a layer after the other: the memory that both take at
+        # once in this order is what the schedule may use.
         halves = [self._results(node, split, half) for half in range(HALVES)]
         for value, state, *pair in zip(results_of(node), split.states, *halves, strict=True):
             self._made[value], self._states[value] = tuple(pair), state
@@ -86,7 +86,7 @@ class Halves:
         shapes = tuple(p.local_shape(value_shape(value), HALVES) for value, p in placed)
         target = node.target
         if is_call(node, *DRAWS):
-            # Not a part of one rank's: the rows of the whole batch that stand before it.
+            # Not as for a part of one rank: the rows of the entire batch that precede this half.
             first_row = half * math.prod(shapes[0][:-1])
             args = (*args, first_row) if first_row else args
         else:
@@ -118,25 +118,26 @@ class Halves:
             (source,) = operand.all_input_nodes
             missing = len(shape) - len(shape_of(source))
             if dim < missing or shape_of(source)[dim - missing] == 1:
-                # Copies of the same: fewer of them serve both halves.
+                # Copies of the same values: fewer of them serve both halves.
                 fewer = [*shape[:dim], size, *shape[dim + 1 :]]
                 copies = self._behind(
                     operand, operand.target, (source, fewer), f"{operand.name}_half"
                 )
                 return (copies,) * HALVES
-        # One operator, for its gradient is one: the two halves of the gradient, joined.
+        # One operator, because then its gradient is one too: the two halves of it, joined.
         args = operand, [size] * HALVES, dim - len(shape)
         parts = self._behind(
             operand, _aten.split_with_sizes.default, args, f"{operand.name}_halves"
         )
         halves = [
             self._behind(parts, operator.getitem, (parts, half), f"{operand.name}_{half}")
-            for half in reversed(range(HALVES))  # each directly behind the operator
+            for half in reversed(range(HALVES))  # each directly after the operator
         ]
         return tuple(reversed(halves))
 
     def _behind(self, operand: Node, target: Any, args: tuple[Any, ...], name: str) -> Node:
-        """A call behind ``operand``, in its layer: one that it is handed to stays as others are."""
+        """A call right after ``operand``, in its layer, so that layers that read it stay like the
+        others."""
         value, requires_grad = differentiable_result(self._mode, target, args, {})
         place = operand if operand.op == "call_function" else self._last_input
         with self._graph.inserting_after(place):

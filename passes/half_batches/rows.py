@@ -1,4 +1,4 @@
-"""What the two halves of a value are to the value of the full batch."""
+"""How the two halves of a value relate to the value of the full batch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Rows:
     Attributes:
         placement: the dim of the batch, and its segments if other indices are outside of it, as
             if the halves were two ranks.
-        order: the sort in whose order the rows are, each half in the order of its own sort;
-            ``None``: in the order of the batch, so that the halves joined are the value.
+        order: the sort that the rows are in the order of, each half in the order of its own sort;
+            ``None``: in the order of the batch, so that the joined halves are the value.
     """
 
     placement: Placement
@@ -31,8 +31,8 @@ class Rows:
 
 @dataclass(frozen=True)
 class Order:
-    """For each row in the order of ``sort`` the number that it had among the unsorted ones of its
-    half, divided by ``repeats``: rows of one token follow each other."""
+    """For each row in the order of ``sort`` its index among the unsorted rows of its half, divided
+    by ``repeats``: rows of one token are consecutive."""
 
     sort: Node
     repeats: int = 1
@@ -40,19 +40,19 @@ class Order:
 
 @dataclass(frozen=True)
 class Places:
-    """For each unsorted row its place in the order of ``sort``: the inverse of :class:`Order`."""
+    """For each unsorted row its position in the order of ``sort``: inverse of :class:`Order`."""
 
     sort: Node
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers of rows of each half by itself."""
+    """Counts of the rows of each half separately."""
 
 
 @dataclass(frozen=True)
 class Unread:
-    """Nothing that reads it is known to be right on halves."""
+    """No operator that reads it is known to be correct on halves."""
 
 
 State = Rows | Order | Places | Counts | Unread

@@ -8,9 +8,9 @@
     made[argsort(order)]   or   zeros.index_add(0, order // k, made)
 
 A sort mixes the batch, but a row's result does not depend on where the sort puts it. Each half
-sorts its own rows, and what is computed row by row is right in any order, if all of it is in the
-same one; put back, rows are the batch's again. Where an expert's rows end has to be counted from
-the sorted keys themselves, whole numbers that are not negative.
+sorts its own rows, and row-by-row operators are correct in any order, provided that all operands
+have the same one; put back, rows are the batch's again. The end offsets of an expert's rows have to
+be counted from the sorted keys themselves, which must be non-negative integers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from sp_compiler.passes.sharding.dim_roles import Value, value_of
 from sp_compiler.rules.strategies import Strategy
 
 _aten = torch.ops.aten
-# Of these the second result numbers elements of a dim, of the others the only one.
+# The second result of these is an index into a dim; for the others below it is the only result.
 _CHOOSE = (_aten.topk.default, _aten.max.dim, _aten.min.dim, _aten.sort.stable)
 _CHOOSE_ONE = (_aten.argmax.default, _aten.argmin.default, _aten.argsort.stable)
 _FIRST = S(0)
@@ -47,8 +47,8 @@ _StateOf = Callable[[Any], State | None]
 
 
 def on_sorted_rows(node: Node, states: Mapping[Value, State]) -> Split | None:
-    """Return how each half runs ``node``, which sorts rows or reads what depends on their order;
-    ``None`` if it is not known to."""
+    """Return how each half runs ``node``, which sorts rows or reads values that depend on their
+    order; ``None`` if it is not known to be correct."""
     rule = _grouped_product if is_grouped_product(node) else _RULES.get(node.target)
 
     def state_of(argument: Any) -> State | None:
@@ -65,7 +65,7 @@ def _sort(node: Node, state_of: _StateOf) -> Split | None:
     if of_keys == BATCH_FIRST:
         made: tuple[State, ...] = (Rows(_FIRST, node), Order(node))
     elif isinstance(of_keys, Order) and of_keys.repeats == 1:
-        made = (Unread(), Places(of_keys.sort))  # sorted, its numbers are 0, 1, 2...
+        made = (Unread(), Places(of_keys.sort))  # sorted, the indices are 0, 1, 2...
     else:
         return None
     made = made if isinstance(node.meta["val"], (tuple, list)) else made[1:]
@@ -73,9 +73,9 @@ def _sort(node: Node, state_of: _StateOf) -> Split | None:
 
 
 def _divide(node: Node, state_of: _StateOf) -> Split | None:
-    """From the number of a row to that of its token."""
+    """From the index of a row to that of its token."""
     order, divisor = state_of(node.args[0]), node.args[1]
-    # Of numbers that are not negative "trunc" is the same.
+    # For non-negative numbers "trunc" is the same.
     rounds = arguments(node).get("rounding_mode", "floor") is not None
     if not (isinstance(order, Order) and type(divisor) is int and divisor > 0 and rounds):
         return None
@@ -86,14 +86,14 @@ def _cast(node: Node, state_of: _StateOf) -> Split | None:
     state = state_of(node.args[0])
     if isinstance(state, Counts):
         return Split(Strategy((R,), (R,)), (state,))
-    # In a smaller type the numbers of a long batch would wrap, and those of a half would not.
+    # In a smaller type the indices of a long batch would wrap, and those of a half would not.
     if isinstance(state, (Order, Places)) and node.meta["val"].dtype in (torch.int32, torch.int64):
         return Split(Strategy((_FIRST,), (_FIRST,)), (state,))
     return None
 
 
 def _like(node: Node, state_of: _StateOf) -> Split | None:
-    """Only the shape of the operand counts."""
+    """Only the shape of the operand matters."""
     if not isinstance(state_of(node.args[0]), (Order, Places)):
         return None
     return Split(Strategy((_FIRST,), (_FIRST,)), (BATCH_FIRST,))
@@ -119,7 +119,7 @@ def _grouped_product(node: Node, state_of: _StateOf) -> Split | None:
         return None
     if not isinstance(state, Rows) or state.placement != _FIRST or state.order is None:
         return None
-    # Of what inputs alone determine the full batch's ends may be known, which are no half's.
+    # Ends that depend only on inputs may be known, but they are those of the full batch.
     if not isinstance(state_of(ends), Counts) or not _are_ends(ends, state.order):
         return None
     return Split(Strategy((_FIRST, R, R), (_FIRST,)), (state,))
@@ -128,14 +128,14 @@ def _grouped_product(node: Node, state_of: _StateOf) -> Split | None:
 def _are_ends(ends: Node, sort: Node) -> bool:
     """Whether ``ends`` are those of the runs of equal keys that ``sort`` makes."""
     keys, ids = sort.args[0], counted_ids(ends)
-    # Rows of negative keys would come first, and are counted nowhere.
+    # Rows of negative keys would come first, and are not counted.
     if ids is None or not _numbers_experts(uncast(keys)):
         return False
     return _same(ids, uncast(keys)) or sort_of(ids) is sort
 
 
 def _numbers_experts(node: Node) -> bool:
-    """Whether ``node`` has whole numbers that are not negative, whatever the batch."""
+    """Whether ``node`` has non-negative integers, whatever the batch."""
     node = uncast(node)
     if is_getitem(node):
         return node.args[1] == 1 and node.args[0].target in _CHOOSE
@@ -158,14 +158,14 @@ def _is_whole(node: Node) -> bool:
 
 
 def _same(left: Node, right: Node) -> bool:
-    """Whether both are one value, which a model may well flatten twice."""
+    """Whether both are the same value, which a model may flatten twice."""
     reshape = _aten.reshape.default
     flattened = is_call(left, reshape) and is_call(right, reshape) and left.args == right.args
     return left is right or flattened
 
 
 def _take(node: Node, state_of: _StateOf) -> Split | None:
-    """Rows are picked: sorted, put back or, from a table, one for each row."""
+    """Rows are picked: sorted, put back, or taken from a table, one for each row."""
     source, picks = _source_and_picks(node)
     of_source, of_picks = state_of(source), state_of(picks)
     if isinstance(of_picks, Order):
@@ -194,7 +194,7 @@ def _source_and_picks(node: Node) -> tuple[Node, Node | None]:
 
 
 def _put(node: Node, state_of: _StateOf) -> Split | None:
-    """Sorted rows, or numbers of places, are put or added where the rows came from."""
+    """Sorted rows, or position numbers, are put or added where the rows came from."""
     given = arguments(node)
     base, places = _source_and_picks(node)
     values = next(given[name] for name in ("values", "source", "src") if name in given)
@@ -202,8 +202,8 @@ def _put(node: Node, state_of: _StateOf) -> Split | None:
     if not isinstance(order, Order) or state_of(base) not in (None, BATCH_FIRST):
         return None
     if shape_of(values) != (_rows(places), *shape_of(base)[1:]):
-        return None  # broadcast, by which rows may become something else
-    # Put, not added: every place must be written, and once.
+        return None  # broadcasting may change what the rows are
+    # Put, not added: every position must be written exactly once.
     if _rows(base) * order.repeats != _rows(places) or not (adds or order.repeats == 1):
         return None
     strategy = Strategy((_FIRST,) * 3, (_FIRST,))

@@ -15,7 +15,7 @@ is added in place. The tensor that is written into was made in this backward for
 
     y = convert(mm(x, w), "P", "I")  ->  y = convert_in_place(mm(x, w), "P", "I")
 
-An all-reduce of a matmul or a sum that nothing else reads is in place too: else it is copied first.
+An all-reduce of a matmul or a sum that nothing else reads is done in place too, which saves a copy.
 
 Mutates the graph. Reads ``meta["val"]`` and ``meta["recomputed"]``; new nodes take the meta of what
 they replace.

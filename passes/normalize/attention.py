@@ -33,8 +33,8 @@ _MAX_MASK_ELEMENTS = 1 << 34
 # A mask that is kept and is at least this large is worth a remark.
 _LARGE_BYTES = 1 << 26
 _OTHER = "the mask is neither causal nor open, or depends on an input"
-# Operators in addition to those that torch tags as pointwise of which a row of the result depends
-# only on the same row of the operands. A size or diagonal argument refers to the rows computed.
+# Row-wise operators that torch does not tag as pointwise: a row of the result depends only on the
+# same row of the operands. Size and diagonal arguments are adapted to the rows.
 _BY_ROWS = frozenset(
     {
         _aten.__and__.Tensor,

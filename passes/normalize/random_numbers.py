@@ -69,7 +69,7 @@ def draw_by_counter(captured: Captured, *, stored: bool) -> None:
             if distribution is None or not distribution.makes(node.meta["val"].dtype):
                 raise UnsupportedError(
                     f"operator {node.target} draws random numbers in a way that the compiler does "
-                    "not know; draw them outside of the model and pass them in, or call "
+                    "not support; draw them outside of the model and pass them in, or call "
                     f"model.eval()\n{node_origin(node)}"
                 )
             numbers = distribution.draw(_Draw(captured, node))

@@ -52,7 +52,7 @@ def _swaps_tokens(node: object) -> bool:
 
 
 def _is_token_wise(node: Node) -> bool:
-    """Return whether row i of the result depends on row i of the first argument alone."""
+    """Return whether row i of the result depends only on row i of the first argument."""
     if is_call(node, _aten.split_with_sizes.default):
         return arguments(node)["dim"] == -1
     other = node.args[1]
@@ -118,7 +118,7 @@ def shorten_view_chains(graph: Graph) -> None:
             chain.append(chain[-1].args[0])
         steps = _shortest(chain[::-1])
         if steps is None:
-            report_of(Pass.NORMALIZE).decline(node, "which dims became which is not known")
+            report_of(Pass.NORMALIZE).decline(node, "it is not known how the dims correspond")
         # Nor if the length stays the same: a second run must change nothing.
         if steps is None or len(steps) >= len(chain):
             continue

@@ -43,8 +43,8 @@ def outline(
         captured: normalized.
         wishes: hints by parameter; layers whose parameters must be placed differently get different
             regions.
-        stored: placements of parameters that an earlier compilation decided; likewise.
-        tables_apart: whether values that layers read and that depend on inputs alone (masks, rotary
+        stored: placements of parameters that an earlier compilation decided; the same applies.
+        tables_apart: whether values that layers read and that depend only on inputs (masks, rotary
             tables) are computed in a separate call, which every stage of a pipeline can run.
     """
     wishes = dict(wishes or {})
@@ -64,10 +64,10 @@ def outline(
         draft, inputs = draft_region(piece, refs, outputs, is_trained=is_trained)
         num_distinct = len(distinct.regions)
         use = distinct.use_of(draft, allowed_for_inputs(inputs, refs, wishes, apart))
-        # Layers of one class were expected to be one region.
+        # Layers of one class are expected to share a region.
         alike = next((call for call in program_calls if call.region.name == piece.name), None)
         if alike is not None and alike.path and len(distinct.regions) > num_distinct:
-            reason = f"the layer differs from {alike.path}, and is compiled by itself"
+            reason = f"the layer differs from {alike.path}, and is compiled separately"
             report.decline(piece.nodes[0], reason)
         args = tuple(
             Ref("seed", index=index - num_tables) if ref.kind == "seed" else ref
@@ -101,7 +101,7 @@ def outline(
 
 
 def _reached_by_gradients(captured: Captured) -> set[Node]:
-    """Return the values that a gradient may come back to: not those that a detach ends alone."""
+    """Return the values that a gradient may reach: not those that are read only by a detach."""
     leaves = [leaf for leaf in captured.outputs if isinstance(leaf, Node)]
     trained = [leaf for leaf in leaves if leaf.meta["requires_grad"]]
     return set(

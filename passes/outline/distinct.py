@@ -43,14 +43,14 @@ class DistinctRegions:
         self._candidates: list[tuple[ComparableGraph, Draft, Region]] = []
 
     def use_of(self, draft: Draft, allowed: Mapping[int, object]) -> Use:
-        """Return the region of ``draft``, found by its text, or by isomorphism, or created.
+        """Return the region of ``draft``, found by its text or by isomorphism, or else created.
 
         ``allowed``: see :func:`allowed_for_inputs`. Regions with different ones are different,
         because their parameters are placed differently.
         """
         text = f"{_canonical_text(draft)}\n{allowed}"
         if text not in self._uses:
-            # Few layers of a model come here: the others equal an earlier one, order included.
+            # Few layers of a model get here: the others equal an earlier one, including the order.
             candidate = ComparableGraph(draft.graph, _labels(draft, allowed).__getitem__)
             use = self._reordered_use(candidate, draft)
             if use is None:
@@ -105,7 +105,7 @@ def _labels(draft: Draft, allowed: Mapping[int, object]) -> dict[Node, str]:
     for node in draft.graph.nodes:
         if node.op != "call_function":
             continue
-        # Operands all look alike here: the matcher compares edges.
+        # All operands look the same here: the matcher compares edges.
         args, kwargs = map_arg((node.args, node.kwargs), lambda operand: _Numbered(0))
         if is_call(node, *DRAWS):
             args = (*args[:3], *args[4:])  # without the site
@@ -132,7 +132,7 @@ def allowed_for_inputs(
 def stored_differently(
     pieces: Iterable[Piece], refs: Mapping[Node, Ref], stored: Mapping[str, Placement]
 ) -> dict[str, Placement]:
-    """Return those of ``stored`` that layers of one class do not have in common."""
+    """Return those of ``stored`` that differ between layers of one class."""
     in_layers: dict[tuple[str, str], dict[str, Placement]] = {}
     for piece in pieces:
         read = {refs[x] for node in piece.nodes for x in node.all_input_nodes if x in refs}
@@ -158,7 +158,7 @@ def _type_text(node: Node) -> str:
         return ""
     value = node.meta["val"]
     values = value if isinstance(value, (tuple, list)) else [value]
-    # Without strides: a graph has reshapes in place of views, and they do not depend on any.
+    # Without strides: a graph has reshapes instead of views, which do not depend on strides.
     types = [
         f"{v.dtype}{list(v.shape)}@{v.device}" if isinstance(v, Tensor) else str(v) for v in values
     ]

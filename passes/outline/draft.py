@@ -28,7 +28,7 @@ _WITH_WEIGHT = (
 )
 # Order of a region's placeholders.
 _KIND_ORDER: tuple[RefKind, ...] = ("param", "buffer", "constant", "input", "call", "seed", "size")
-# Without "source", which names nodes of the flat graph: from here on it names the region's.
+# Without "source", which names nodes of the flat graph: from here on it names the region's nodes.
 _KEPT_META = ("val", "requires_grad", "nn_module_stack", "stack_trace", "origin")
 
 
@@ -61,7 +61,7 @@ def draft_region(
 ) -> tuple[Draft, list[Node]]:
     """Return the region of one piece and its inputs, nodes of the flat graph, in order.
 
-    No value of it requires a gradient unless it ``is_trained``.
+    If it is not ``is_trained``, none of its values requires a gradient.
     """
     inputs = _inputs_of(piece, refs)
     graph = Graph()
@@ -75,11 +75,11 @@ def draft_region(
             name = name.removeprefix(f"{piece.layer.path}.")
         copies[node] = graph.placeholder(re.sub(r"\W", "_", name) or _carried_name(node, outputs))
         copies[node].target = copies[node].name
-        # Without module and source line: those are of another layer, and differ between calls.
+        # Without module and source line: those belong to another layer, and differ between calls.
         copies[node].meta = _meta(node, keys=("val", "requires_grad"))
         names.append(name or copies[node].name)
-    # Counted inside the region, so that all layers have the same numbers; two pieces of one draw
-    # have one.
+    # Numbered within the region, so that all layers have the same numbers; two parts of one draw
+    # share a number.
     sites: dict[int, int] = {}
     for node in piece.nodes:
         args = map_arg(node.args, copies.__getitem__)
@@ -100,12 +100,12 @@ def _inputs_of(piece: Piece, refs: dict[Node, Ref]) -> list[Node]:
     """Return values from outside, ordered by kind and then by first use."""
     inside = set(piece.nodes)
     used = dict.fromkeys(n for node in piece.nodes for n in node.all_input_nodes if n not in inside)
-    # Open sizes are no operands: they occur in the shapes and arguments of the nodes.
+    # Open sizes are not operands: they occur in the shapes and arguments of the nodes.
     sizes = [node for node, ref in refs.items() if ref.kind == "size"]
     symbols = symbols_in([*used, *piece.nodes]) if sizes else set()
     used |= {node: None for node in sizes if symbol_of(node) in symbols}
     if piece.name == TABLES and not any(isinstance(n.meta["val"], Tensor) for n in used):
-        # A mask of ones and zeros reads nothing, but is made where an input is.
+        # A mask made of ones and zeros reads nothing, but is made on the device of an input.
         used |= {node: None for node, ref in refs.items() if ref.kind == "input"}
     return sorted(used, key=lambda node: _KIND_ORDER.index(refs[node].kind))
 
@@ -130,7 +130,7 @@ def _assigned_name(node: Node) -> str:
         node = node.args[0]
     trace = frames(node.meta.get("stack_trace") or "")
     statement = trace[-1].statement if trace else None
-    # A line has several values: the last, which no other of them uses, is what it assigns.
+    # A line has several values: it assigns the last one, which no other value of the line uses.
     used_by = [frames(user.meta.get("stack_trace") or "")[-1:] for user in node.users]
     if statement is None or statement.unpacks or trace[-1:] in used_by:
         return ""
@@ -156,7 +156,7 @@ def _value_name(node: Node) -> str:
 
 
 def _applies_weight(node: Node) -> bool:
-    """Return whether it is a product, norm or lookup with a parameter, or the sum of one and a
+    """Return whether the node is a matmul, norm or lookup with a parameter, or the sum of one and a
     bias."""
     weights = [arg for arg in node.all_input_nodes if arg.op == "placeholder"]
     if is_call(node, torch.ops.aten.add.Tensor):

@@ -12,7 +12,7 @@ from sp_compiler.base.python_text import identifier
 from sp_compiler.ir.fx import ancestors, is_getitem
 
 TABLES = "Tables"
-"""Name of the piece with what inputs alone determine."""
+"""Name of the piece with the values that depend only on inputs."""
 
 
 @dataclass
@@ -32,7 +32,7 @@ def pieces_of(graph: Graph, fixed: Collection[Node] | None) -> list[Piece]:
 
     Args:
         graph: flat.
-        fixed: placeholders; values of the first piece that depend on these alone and that layers
+        fixed: placeholders; values of the first piece that depend only on these and that layers
             read become a separate piece at the front.
     """
     nodes = [node for unit in _units(graph.nodes) for node in unit]
@@ -48,13 +48,14 @@ def pieces_of(graph: Graph, fixed: Collection[Node] | None) -> list[Piece]:
             rest.append(node)
         else:
             early.append(node)
-    # Masks and rotary tables, wherever they were traced: in front, made once, given to every layer.
+    # Masks and rotary tables, wherever they were traced: at the front, made once, for every layer.
     pieces = [Piece(OUTSIDE, early)]
     for node, layer in zip(rest, _with_enclosed_glue([layers[node] for node in rest]), strict=True):
         if pieces[-1].layer != layer:
             pieces.append(Piece(layer))
         pieces[-1].nodes.append(node)
-    # Values that only the loss needs, such as shifted labels, would else live through all layers.
+    # Values that only the loss needs, such as shifted labels, would otherwise live through all
+    # layers.
     for piece in pieces[1:]:
         if piece.layer is OUTSIDE:
             _sink(pieces[0], piece)
@@ -83,7 +84,7 @@ def _units(nodes: Iterable[Node]) -> list[list[Node]]:
 
 def _with_enclosed_glue(layers: list[ModuleCall]) -> list[ModuleCall]:
     """Assign glue between two pieces of the same layer to that layer."""
-    # Of each node the nearest layers on both sides, in one sweep each.
+    # For each node the nearest layers on both sides, in one sweep each.
     following = OUTSIDE
     next_layer = []
     for layer in reversed(layers):
@@ -101,7 +102,7 @@ def _sink(first: Piece, last: Piece) -> None:
     targets = set(last.nodes)
     kept: list[list[Node]] = []
     sunk: list[list[Node]] = []
-    # Backwards, so that the users of a node have moved before it is asked where they are.
+    # Backwards, so that the users of a node have moved before the node is examined.
     for unit in reversed(_units(first.nodes)):
         users = {user for node in unit for user in node.users}.difference(unit)
         if users and targets.issuperset(users):
@@ -114,7 +115,7 @@ def _sink(first: Piece, last: Piece) -> None:
 
 
 def _move_tables(first: Piece, tables: Piece, fixed: Collection[Node]) -> None:
-    """Move nodes of ``first`` that depend on ``fixed`` alone and that later pieces read to
+    """Move nodes of ``first`` that depend only on ``fixed`` and that later pieces read to
     ``tables``."""
     inside, determined = set(first.nodes), set(fixed)
     for unit in _units(first.nodes):
@@ -133,7 +134,7 @@ def _name_pieces(pieces: list[Piece]) -> None:
     # Names of classes in the generated code; equal ones are numbered once regions are known.
     for index, piece in enumerate(pieces):
         if piece.layer is not OUTSIDE:
-            piece.name = identifier(piece.layer.class_name)  # any text may be a class's name
+            piece.name = identifier(piece.layer.class_name)  # a class's name may be any text
         elif last == 0:
             piece.name = "Model"
         else:

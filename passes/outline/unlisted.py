@@ -1,9 +1,9 @@
-"""Layers that are in no list: a block that the model loops over, or blocks with a name each.
+"""Layers that are in no list: a block that the model loops over, or blocks with separate names.
 
 What makes them layers is depth: each call of a module, or of the next module of its class, goes on
-from what the call before returned, and together they are most of the model. So cells that read a
-token each, towers side by side and the wrapped linear maps of one attention are none: as calls of
-their own they would cost more than they save.
+from what the call before returned, and together they are most of the model. Cells that each read
+one token, parallel towers and the wrapped linear maps of one attention are therefore not layers: as
+separate calls they would cost more than they save.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _OWN = ("param", "buffer", "constant")
 
 
 def mark_unlisted_layers(captured: Captured) -> None:
-    """Let :func:`~sp_compiler.base.provenance.layer_of` take such modules for layers."""
+    """Make :func:`~sp_compiler.base.provenance.layer_of` treat such modules as layers."""
     nodes = [node for node in captured.module.graph.nodes if node.op == "call_function"]
     stacks = {node: [*module_calls(node)] for node in nodes}
     kinds = _kinds(stacks.values())
@@ -37,8 +37,8 @@ def mark_unlisted_layers(captured: Captured) -> None:
     weights = {node for node, ref in sources if ref.kind in _OWN}
     deep = {kind for kind in {*kinds.values()} if _is_deep(_calls(stacks, kinds, kind), weights)}
     layers = {path for path, kind in kinds.items() if kind in deep}
-    # One that another layer calls too would have calls of its own in some places alone, and hooks
-    # that run only there.
+    # A module that is also called inside another layer would be a separate call in only some
+    # places, with hooks that run only there.
     layers -= {
         call.path
         for stack in stacks.values()
@@ -51,7 +51,7 @@ def mark_unlisted_layers(captured: Captured) -> None:
 
 
 def count_possible_layers(stacks: Sequence[Sequence[ModuleCall]]) -> int:
-    """Return how many calls of layers there may be, from the calls of modules alone."""
+    """Return how many calls of layers there may be, from only the calls of modules."""
     paths = set(_kinds(stacks))
     found = (layer_among(stack, paths) for stack in stacks)
     return len({layer.key for layer in found if layer is not None})
@@ -60,8 +60,8 @@ def count_possible_layers(stacks: Sequence[Sequence[ModuleCall]]) -> int:
 def _kinds(stacks: Iterable[Sequence[ModuleCall]]) -> dict[str, _Kind]:
     """Return the modules outside of lists that call others and occur several times, by kind.
 
-    Not those that have layers inside, indexed modules that call others; nor those whose modules are
-    layers themselves, such as an ``nn.Sequential``.
+    Excluded are those that contain layers, which are indexed modules that call others, and those
+    whose modules are layers themselves, such as an ``nn.Sequential``.
     """
     calls: dict[_Kind, set[str]] = defaultdict(set)
     kind_of: dict[str, _Kind] = {}
@@ -98,8 +98,8 @@ def _calls(
 
 
 def _is_deep(number_of: Mapping[Node, int], weights: set[Node]) -> bool:
-    """Return whether each call goes on from the one before, and nothing else of its own but
-    ``weights``, and whether the calls are most of the graph."""
+    """Return whether each call reads what the one before returned, and otherwise only ``weights``
+    and its own values, and whether the calls are most of the graph."""
     given: list[set[Node]] = [set() for _ in range(max(number_of.values()) + 1)]
     latest: dict[Node, int] = {}  # of the calls that a node depends on
     for node, number in number_of.items():

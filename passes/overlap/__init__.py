@@ -1,6 +1,6 @@
 """Overlap of collectives with work that does not depend on them.
 
-A collective is started, work runs on which it does not depend, and the first user of its result
+A collective is started, work that does not depend on it runs, and the first user of its result
 waits for it::
 
     grad_w = mm(t(g), x)             grad_x = mm(g, w)
@@ -15,9 +15,10 @@ has such work if branches of a layer are parallel, such as attention and MLP aft
 overlaps: weight gradients, recomputation and operands of other collectives run where a collective
 would leave the rank idle, and a saved shard is gathered as late as its communication can still be
 hidden (:mod:`sp_compiler.solve.list_schedule`). Memory has a limit
-(:func:`sp_compiler.cost.step_memory.functions_room`), and of it no more is taken than shortens the
-step. Of calls in a row, each may recompute for the one before it what would expose communication
-there (:mod:`.look_ahead`), or leave it gradients of weights that hide some (:mod:`.hand_over`).
+(:func:`sp_compiler.cost.step_memory.functions_room`), and only as much of it is used as shortens
+the step. With consecutive calls of a region, each backward may recompute in advance for the call
+before it what would expose communication there (recompute prefetch, :mod:`.look_ahead`), or leave
+it weight gradients that hide some (deferred weight gradients, :mod:`.hand_over`).
 
 Nodes keep their meta; a ``wait`` gets that of its collective, with ``meta["origin"] = "overlap"``.
 """
@@ -46,8 +47,8 @@ from sp_compiler.passes.overlap.look_ahead import look_aheads
 from sp_compiler.passes.overlap.orders import Schedule, Unordered, overlapped
 from sp_compiler.solve.list_schedule import ListSchedule
 
-# A forward whose collectives have less beside them, in relation to their time, stays as it is: it
-# gains next to nothing and reads as the model does.
+# A forward that can overlap less kernel time than this, relative to the time of its collectives,
+# stays as it is: it gains next to nothing, and reads like the model.
 _WORTH_STARTING = 0.1
 
 
@@ -70,7 +71,7 @@ def overlap_collectives(
         room: allowed peaks of forward and backward, if they are above their own.
         hardware: profile for estimated times.
         in_a_row: whether calls of the region follow each other, so that a backward may recompute
-            for the call before, or leave it gradients.
+            for the call before, or defer gradients to it.
         fused: whether elementwise operators cost what they do in fused kernels
             (:mod:`sp_compiler.cost.fused_kernels`).
         thorough: whether to search longer, for functions that will run and are not only compared.
@@ -105,7 +106,7 @@ def overlap_collectives(
         best = backward if ahead is None else ahead.ordered
         split = hand_over(parts, alone, best, room)
     looks_ahead = ahead.functions() if ahead is not None and split is None else None
-    # Beside functions that work for other calls it is the last call's alone.
+    # With functions that work for other calls, only the last call uses the plain backward.
     if thorough and looks_ahead is None and split is None:
         backward = alone.scheduled(room_bytes, thorough=True)
     backward_graph = backward.graph()
@@ -113,7 +114,7 @@ def overlap_collectives(
 
 
 class _Ahead(NamedTuple):
-    """A :class:`LookAhead` whose function of two calls, ``both``, is ``ordered``."""
+    """A :class:`LookAhead` whose function of two calls, ``both``, is in the order ``ordered``."""
 
     recompute: Unordered
     rest: Unordered
@@ -131,8 +132,8 @@ class _Ahead(NamedTuple):
 
 
 def _least_room_bytes(ways: Sequence[ListSchedule], room: Room) -> int:
-    """Return how much of ``room`` makes a backward about as fast as all of it; the last of ``ways``
-    counts also where it fits in none."""
+    """Return how much of ``room`` makes a backward about as fast as all of it does; the last of
+    ``ways`` counts even if it does not fit."""
     beyond_bytes = room.most_bytes - room.backward_bytes
     if beyond_bytes <= 0 or not ways[-1].block.wait_of:
         return room.backward_bytes
@@ -160,13 +161,13 @@ def _look_ahead(
         ways: cuts, each with its function of two calls.
     """
     worth_us = (1 - WORTH_MORE_FUNCTIONS) * alone.time_us
-    # Memory comes first, also that of what is handed over.
+    # Memory comes first, including that of values passed between the calls.
     ways = [(both, cut) for both, cut in ways if both.given_bytes <= room_bytes]
     if worth_us < alone.compute_us or not ways:
         return None
     quickest = quickest_of([both.search for both, _ in ways], room_bytes)
     both, cut = next(way for way in ways if way[0].search is quickest)
-    # The first returns no gradients: recomputed values stand in their place.
+    # The first function returns no gradients: recomputed values take their place.
     costs = both.sizes, both.hardware
     recompute = Unordered.of(cut.recompute, (), *costs, fused=both.fused)
     rest = both.with_graph(cut.rest)

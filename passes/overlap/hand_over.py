@@ -1,4 +1,4 @@
-"""Backwards that hand gradients of weights over to the call before, which has collectives to hide.
+"""Backwards that defer weight gradients to the call before, which has collectives to hide.
 
 ::
 
@@ -11,13 +11,14 @@
                                                     grad_x = mm(full, w)
                                                     return grad_x, grad_w_behind, (full, x)
 
-"Before" and "behind" count calls as the forward runs them, so that the call before has its backward
-next. A backward begins with the gather of a gradient, under which nothing of the call itself can
-run but what it recomputes. A gradient of a weight of the call behind can run there from the start:
-what computes it has no collectives, which stay in the first function with their operands, as does
-what reads parameters.
+"Before" and "behind" count calls in forward order, so that the backward of the call before runs
+next. A backward begins with the gather of a gradient; the only work of the same call that can run
+during it is recomputation. A weight gradient of the call behind can run there from the start: the
+operators that compute it have no collectives. Collectives stay in the first function with their
+operands, as do operators that read parameters. This is the B/W split of zero-bubble schedules, with
+W deferred by one call.
 
-Nodes keep their meta; placeholders of what a function is given as its own get ``meta["handed"]``.
+Nodes keep their meta; placeholders of values that a function owns get ``meta["handed"]``.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ from sp_compiler.passes.overlap.tasks import Call
 
 
 def movable_gradients(parts: Partitioned, own_parameters: Collection[int]) -> list[int]:
-    """Return the inputs of a region whose gradients may be handed over to the call before: the one
+    """Return the inputs of a region whose gradients may be deferred to the call before; the one
     whose gradient is computed last comes first.
 
     Args:
-        parts: without overlap yet, so that a collective and its wait are together.
+        parts: without overlap, so that a collective and its wait are together.
         own_parameters: see :meth:`sp_compiler.ir.program.Program.own_parameters`. Other gradients
             stay: they are added to gradients of other calls, in the order of the calls.
     """
@@ -54,18 +55,18 @@ def movable_gradients(parts: Partitioned, own_parameters: Collection[int]) -> li
 
 @dataclass(frozen=True, eq=False)
 class HandOver:
-    """A backward that hands gradients over to the call before.
+    """A backward that defers gradients to the call before.
 
     Attributes:
-        parts: has the backward, without overlap yet.
-        late: inputs whose gradients are handed over.
+        parts: has the backward, without overlap.
+        late: inputs whose gradients are deferred.
         stays: operators of the backward that stay, in order.
         moved: operators that the call before runs: those of the late gradients, and views that both
             functions need.
         handed: the values that ``moved`` starts from.
-        own: those of ``handed`` that are the call's own, which the call before may free.
+        own: those of ``handed`` that only this call holds, which the call before may free.
         early: gradients that stay, one (or None) per input.
-        behind: gradients that are handed over, likewise.
+        behind: gradients that are deferred, in the same form.
     """
 
     parts: Partitioned
@@ -78,7 +79,7 @@ class HandOver:
     behind: Sequence[Node | None]
 
     def calls(self) -> tuple[Call, Call]:
-        """Return what the call behind has handed over, and the call itself: what ``both`` runs."""
+        """Return the deferred part of the call behind, and the call itself: what ``both`` runs."""
         own = [node for node in self.handed if node in self.own]
         returned = [*filter(None, self.early), *self.handed]
         return (
@@ -97,7 +98,7 @@ class HandOver:
             placeholder.meta["handed"] = node in self.own
         inputs = subgraph(given, self.stays, [*self.early, *self.handed])
         num_tangents = len(given) - len(self.parts.saved)
-        # The call behind first: what it hands over may go before the call itself makes anything.
+        # The call behind first: its values may be freed before the call itself allocates any.
         graph, own, behind = joined(inputs, weights, num_tangents, BEHIND, other_first=True)
         of_call, of_behind = (each.output_node().args[0] for each in (inputs, weights))
         results = [None if node is None else own[node] for node in of_call]
@@ -109,11 +110,11 @@ class HandOver:
 
 
 def hand_over_of(parts: Partitioned, late: frozenset[int]) -> HandOver | None:
-    """Hand the gradients of the inputs ``late`` over to the call before; ``None`` if no operator of
+    """Defer the gradients of the inputs ``late`` to the call before; ``None`` if no operator of
     one of them would move, or if a moved operator would read a gradient that has been returned.
 
     Args:
-        parts: as for :func:`movable_gradients`, which names what ``late`` may have.
+        parts: as for :func:`movable_gradients`, whose result ``late`` is a subset of.
     """
     backward = parts.backward
     assert backward is not None
@@ -126,18 +127,18 @@ def hand_over_of(parts: Partitioned, late: frozenset[int]) -> HandOver | None:
     kinds = {node: each.kind for node, each in zip(given, parts.saved, strict=False)}
 
     def stays(node: Node) -> bool:
-        # When the call before runs, a hook may have updated parameters already.
+        # By the time the call before runs, a hook may have updated parameters.
         read = map(base, node.all_input_nodes)
         return collective_of(node) is not None or any(kinds.get(each) == "param" for each in read)
 
     first = with_parts(ancestors([*filter(None, early), *filter(stays, needed)]))
     second = {node: None for node in calls if node in needed and node not in first}
     met, twice = handed_over({*first, *given}, [*second, *filter(None, behind)])
-    # What is returned belongs to others, who may change it in place.
+    # Gradients are returned, and the caller may modify them in place.
     computed = {base(grad) for grad in filter(None, behind)} <= second.keys()
     if not computed or {*map(base, met)} & {*map(base, filter(None, early))}:
         return None
-    # Open sizes are no operands: they occur in the shapes and arguments of the nodes.
+    # Open sizes are not operands: they occur in the shapes and arguments of the nodes.
     sizes = {symbol: node for node in given if (symbol := symbol_of(node)) is not None}
     symbols = symbols_in([*second, *twice, *met]) if sizes else set()
     met = {*met, *(node for symbol, node in sizes.items() if symbol in symbols)}
@@ -147,7 +148,7 @@ def hand_over_of(parts: Partitioned, late: frozenset[int]) -> HandOver | None:
         stays=[node for node in calls if node in first],
         moved=[node for node in calls if node in twice or node in second],
         handed=[node for node in backward.nodes if node in met],
-        # Of what the caller saved, some belongs to others too, such as results of other calls.
+        # Some of what the caller saved also belongs to others, such as results of other calls.
         own={node for node in met if kinds.get(node, "activation") == "activation"},
         early=early,
         behind=behind,

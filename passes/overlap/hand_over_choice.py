@@ -1,6 +1,7 @@
-"""The gradients that a backward hands over to the call before: those that hide most communication.
+"""Choose the gradients that a backward defers to the call before: those that hide most
+communication.
 
-A set of them is scheduled as tasks first, without graphs, which only the chosen one needs.
+A set of them is first scheduled as tasks, without graphs; only the chosen set needs graphs.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from sp_compiler.solve.list_schedule import ListSchedule
 
 @dataclass(frozen=True, eq=False)
 class _Way:
-    """A way to hand over gradients, whose graphs are made when they are wanted.
+    """A way to defer gradients, whose graphs are made on demand.
 
     Attributes:
-        alone: the backward that hands over none.
+        alone: the backward that defers none.
         search: for orders of the function of two calls.
     """
 
@@ -55,7 +56,7 @@ class _Way:
     def _both(self) -> Unordered:
         assert self.split.both is not None
         both = self.alone.with_graph(self.split.both)
-        # In a function of its own, other operators may be fused than in the two that it stands for.
+        # In one function, other operators may be fused than in the two that it replaces.
         is_same = both.tasks.block == self.search.block
         return replace(both, known_search=self.search) if is_same else both
 
@@ -66,18 +67,18 @@ def hand_over(
     best_so_far: Schedule,
     room: Room,
 ) -> SplitBackward | None:
-    """Return the backward that hands over gradients, scheduled; ``None`` if that is
+    """Return the backward that defers gradients, scheduled; ``None`` if that is
     not much better than ``best_so_far``.
 
     Args:
-        alone: the backward that hands over none.
+        alone: the backward that defers none.
     """
     worth_us = (1 - WORTH_MORE_FUNCTIONS) * best_so_far.time_us
     if worth_us < best_so_far.compute_us:
         return None
     most_bytes = max(room.backward_bytes, room.behind_bytes)
 
-    # Growing from either end meets some sets twice.
+    # Growing from either end visits some sets twice.
     @cache
     def way_of(late: frozenset[int]) -> _Way | None:
         moved = hand_over_of(parts, late)
@@ -103,7 +104,7 @@ def hand_over(
     if ordered.peak_bytes > least_bytes:
         ordered = _in_least_room(best, ordered, room)
         limit_bytes = ordered.room_bytes
-    # A search in more memory than its order takes in the end can find a quicker one.
+    # A search with more memory than its order finally uses may still find a faster one.
     longer = best.scheduled(limit_bytes, thorough=True)
     ordered = min(longer, ordered, key=lambda schedule: schedule.time_us)
     room_bytes = max(least_bytes, ordered.peak_bytes)
@@ -116,7 +117,7 @@ def hand_over(
 
 
 def _fastest(ways: Sequence[_Way], room_bytes: int) -> tuple[_Way, Schedule]:
-    """Return the way that takes least time, scheduled."""
+    """Return the way that takes the least time, scheduled."""
     best = min(ways, key=lambda way: way.time_us(room_bytes))
     return best, best.scheduled(room_bytes)
 
@@ -127,19 +128,19 @@ def _grown_ways(
     compute_us: float,
     way_of: Callable[[frozenset[int]], _Way | None],
 ) -> list[_Way]:
-    """Return ways to hand over several gradients that may be the best.
+    """Return ways to defer several gradients that may be the best.
 
     Args:
-        singles: ways to hand over one.
+        singles: ways to defer one.
         compute_us: time of all kernels.
-        way_of: the way to hand over a set of gradients, if there is one.
+        way_of: the way to defer a set of gradients, if there is one.
     """
     promising = sorted(singles, key=lambda way: (way.search.least_us, way.search.block.given_bytes))
     first = _grown(promising, most_bytes, way_of)
     if first.search.quick_us(most_bytes) <= (1 + WORTH_MORE_MEMORY) * compute_us:
         return [first]
     other = _grown(singles[::-1], most_bytes, way_of)
-    # A full search may reach the lower bound where the quick walk does not.
+    # A full search may reach the lower bound even if the quick walk does not.
     return [min(first, other, key=lambda way: way.search.quick_us(most_bytes)), promising[0]]
 
 
@@ -148,16 +149,16 @@ def _grown(
     most_bytes: int,
     way_of: Callable[[frozenset[int]], _Way | None],
 ) -> _Way:
-    """Return the first of ``singles`` with each of the others that makes it quicker."""
-    # One after the other: n gradients have 2^n sets. An exhaustive search found none that hides 6 %
-    # more of the communication of the models in docs/overlap.md.
+    """Return the first of ``singles`` extended by each of the others that makes it faster."""
+    # Greedily: n gradients have 2^n sets. An exhaustive search found no set that hides 6 % more of
+    # the communication of the models in docs/overlap.md.
     best = singles[0]
     for single in singles[1:]:
         best_us = best.search.quick_us(most_bytes)
         if best_us <= (1 + ROUNDING) * best.search.block.compute_us:
             break
         more = way_of(best.hand_over.late | single.hand_over.late)
-        if more is None or more.search.least_us >= best_us:  # no walk can find what is quicker
+        if more is None or more.search.least_us >= best_us:  # no walk can be faster
             continue
         if more.search.quick_us(most_bytes) < (1 - ROUNDING) * best_us:
             best = more
@@ -165,13 +166,13 @@ def _grown(
 
 
 def _in_least_room(way: _Way, ordered: Schedule, room: Room) -> Schedule:
-    """Return a schedule of ``way`` about as fast as ``ordered``, which may take all of ``room``, in
+    """Return a schedule of ``way`` about as fast as ``ordered``, which may use all of ``room``, in
     as few parts of it as possible."""
     enough_us = (1 + WORTH_MORE_MEMORY) * ordered.time_us
     beyond_bytes = room.behind_bytes - room.backward_bytes
     schedules = {PARTS_BEYOND: ordered}
 
-    # Full searches: what a quick walk finds in less memory says little about what they find.
+    # Full searches: the result of a quick walk in less memory says little about theirs.
     def is_enough(part: int) -> bool:
         limit_bytes = room.backward_bytes + beyond_bytes * part // PARTS_BEYOND
         schedules[part] = way.scheduled(limit_bytes)

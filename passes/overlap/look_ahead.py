@@ -1,5 +1,5 @@
-"""Cuts of a backward, so that the call behind recomputes the first part while it waits for
-collectives.
+"""Cuts of a backward for recompute prefetch: the call behind recomputes the first part while it
+waits for collectives.
 
 ::
 
@@ -13,7 +13,8 @@ collectives.
                                                    return grad, y_before
 
 Within a block, a recomputed forward is one chain through its own collectives, with little to run
-under them. Beside the rest of another call's backward, each has the other's kernels to hide under.
+during them. Together with the rest of another call's backward, each has the other's kernels to
+overlap with.
 
 Nodes keep their meta; recomputed values among the placeholders get ``meta["handed"]``.
 """
@@ -32,9 +33,9 @@ from sp_compiler.ir.rewriting import copy_node, subgraph
 
 
 def look_aheads(backward: Graph, num_saved: int) -> Iterator[LookAhead]:
-    """Yield cuts behind each recomputed collective of ``backward``, the last one first.
+    """Yield cuts after each recomputed collective of ``backward``, the last one first.
 
-    Kernels behind the last need no head start, and what they make would take memory.
+    Kernels after the last one need no head start, and their results would take memory.
     """
     recomputed = [node for node in backward.nodes if node.meta.get("recomputed")]
     collectives = [node for node in recomputed if collective_of(node) is not None]
@@ -69,16 +70,16 @@ def _cut(backward: Graph, num_saved: int, ends: Sequence[Node]) -> LookAhead:
 
 def with_parts(first: set[Node]) -> set[Node]:
     """Return ``first`` with all parts of its tuples."""
-    # A tuple cannot be handed over: its parts belong to the function that has the operator.
+    # A tuple cannot be passed on: its parts belong to the function that has the operator.
     return first | {user for node in first for user in node.users if is_getitem(user)}
 
 
 def handed_over(first: Container[Node], reads: Iterable[Node]) -> tuple[set[Node], set[Node]]:
-    """Return what a function is handed that has ``reads`` or computes from them, and what it makes
-    again: views, for what is handed over is storage.
+    """Return the values that must be passed to a function that has ``reads`` or computes from them,
+    and the views that it repeats, because only storages are passed.
 
     Args:
-        first: what the function before it has.
+        first: nodes of the function before it.
     """
 
     def again(node: Node) -> Sequence[Node]:

@@ -1,4 +1,4 @@
-"""Graphs whose collectives overlap: a graph as tasks, a schedule of them, and the graph in its
+"""Graphs whose collectives overlap: a graph as tasks, a schedule of them, and the graph in that
 order.
 
 Nodes keep their meta; a ``wait`` gets that of its collective, with ``meta["origin"] = "overlap"``.
@@ -28,7 +28,7 @@ _wait = WAIT.overload
 
 
 class Step(NamedTuple):
-    """One step of a schedule: ``node`` runs or, with ``waits``, its collective is awaited."""
+    """One step of a schedule: ``node`` runs or, with ``waits``, its collective is waited for."""
 
     node: Node
     waits: bool
@@ -36,10 +36,10 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """An order of the operators of ``given``, without ``steps`` its own.
+    """An order of the operators of ``given``; without ``steps``, its own.
 
     Attributes:
-        blocking: collectives that are awaited at once.
+        blocking: collectives whose wait follows the start directly.
         compute_us: time of all kernels.
         time_us: time of the order.
         peak_bytes: peak of the order.
@@ -57,13 +57,13 @@ class Schedule:
     def graph(self) -> Graph:
         """Return a copy in this order, and report it; ``given`` itself if nothing overlaps."""
         for node in self.blocking:
-            reason = "ranks wait for the collective: no work is left, or fits in memory, to hide it"
+            reason = "ranks wait for the collective: no work that fits in memory is left to hide it"
             report_of(Pass.OVERLAP).decline(node, reason)
         return _in_order(self.given, self.steps) if self.steps else self.given
 
     def of_last_calls(self, part: Graph) -> Graph:
-        """Return ``part``, the last calls of ``given``, in their order here: ranks of which some
-        run one and some the other meet in the same collectives."""
+        """Return ``part``, the last calls of ``given``, in their order here: ranks that run one and
+        ranks that run the other then meet in the same collectives."""
         pairs = zip(reversed(self.given.nodes), reversed(part.nodes), strict=False)
         twins = {node: twin for node, twin in pairs if twin.op == "call_function"}
         steps = [Step(twins[node], waits) for node, waits in self.steps if node in twins]
@@ -72,13 +72,13 @@ class Schedule:
 
 @dataclass(frozen=True, eq=False)
 class Unordered:
-    """A graph as tasks, of which any number of schedules can be made.
+    """A graph as tasks, for which any number of schedules can be made.
 
     Attributes:
         own_parameters: as for :func:`overlap_collectives`, like ``sizes``, ``hardware`` and
             ``fused``.
         example: maps nodes of the copy with the example's sizes to those of ``graph``.
-        known_search: a search for orders of the same tasks, which has found some.
+        known_search: a search that has already found orders of the same tasks.
     """
 
     graph: Graph
@@ -107,7 +107,7 @@ class Unordered:
         return cls(graph, own_parameters, sizes, hardware, fused, example, tasks)
 
     def with_graph(self, graph: Graph) -> Unordered:
-        """Return the same of another graph."""
+        """Return the same for another graph."""
         costs = self.sizes, self.hardware
         return Unordered.of(graph, self.own_parameters, *costs, fused=self.fused)
 
@@ -118,7 +118,7 @@ class Unordered:
 
     @property
     def given_bytes(self) -> int:
-        """Peak of ``graph`` in its own order, below which no limit can be met."""
+        """Peak of ``graph`` in its own order; every lower limit cannot be met."""
         return self.tasks.block.given_bytes
 
     def search_of_calls(self, calls: Sequence[Call]) -> ListSchedule:
@@ -144,7 +144,7 @@ class Unordered:
             return Schedule(self.graph, (), (), *times_us, self.given_bytes, room_bytes)
         order = self.search.order(room_bytes, thorough=thorough)
         blocking = _blocking(block, order)
-        # A start with its wait right after it is a blocking call, as the graph has it already.
+        # A start directly followed by its wait is a blocking call, as in the graph already.
         overlaps = len(blocking) < len(block.wait_of)
         steps = [
             Step(self.example.twin(node), waits=task.waits_for is not None)
@@ -182,8 +182,8 @@ def overlapped(
         own_parameters: as for :func:`overlap_collectives`, like ``sizes``, ``hardware`` and
             ``fused``.
         room_bytes: allowed peak of ``graph``, if it is above its own.
-        least_beside: minimum of kernel time that can overlap with some collective, relative to its
-            time.
+        least_beside: minimum kernel time that can overlap with some collective, relative to the
+            collective's time.
         thorough: whether to search longer, for an order that will run.
     """
     unordered = Unordered.of(graph, own_parameters, sizes, hardware, fused=fused)
@@ -191,7 +191,7 @@ def overlapped(
 
 
 def _blocking(block: Block, order: Sequence[int]) -> set[int]:
-    """Return starts that are waited for at once, with no other task in between."""
+    """Return starts directly followed by their wait."""
     place = {position: index for index, position in enumerate(order)}
     return {start for start, wait in block.wait_of.items() if place[wait] == place[start] + 1}
 
@@ -207,7 +207,7 @@ def _in_order(graph: Graph, steps: Sequence[Step]) -> Graph:
             _place(node, copy, copies)
             continue
         source = copies[node]
-        # Later nodes find the wait in the collective's place: nothing else reads what is sent.
+        # Later nodes read the wait in place of the collective: nothing else reads what is sent.
         copies[node] = make_like(
             copy, _wait, (source, source.args[3]),
             like=source, origin=Pass.OVERLAP, name=f"{source.name}_arrived",

@@ -39,9 +39,9 @@ class GraphTasks:
 
     Attributes:
         block: its tasks in the order of the graph, with each collective awaited where it starts.
-        nodes: node of each task, of a fused kernel the first; for a wait, the collective; for a
-            first task that makes what the function is handed, one of these placeholders.
-        kernels: of the node of a task, all that it stands for.
+        nodes: node of each task, for a fused kernel the first; for a wait, the collective; for a
+            first task that makes the values passed to the function, one of these placeholders.
+        kernels: by the node of a task, all nodes that the task stands for.
     """
 
     block: Block
@@ -50,8 +50,8 @@ class GraphTasks:
     _facts: _FactsOfNodes
 
     def block_of_calls(self, calls: Sequence[Call]) -> Block:
-        """Return the block of a graph with ``calls`` of nodes of this one, one after another, of
-        which the first alone has ``handed`` values, without the cost of such a graph."""
+        """Return the block of a graph with ``calls`` of nodes of this one, one after another, only
+        the first of which has ``handed`` values, without the cost of making that graph."""
         builder = _Builder(self._facts)
         for call in calls:
             builder.add_call(call)
@@ -65,16 +65,16 @@ def graph_tasks(
     *,
     fused: bool = False,
 ) -> GraphTasks:
-    """Return the calls of ``graph``, whose sizes are numbers, as tasks.
+    """Return the calls of ``graph``, whose sizes are fixed, as tasks.
 
     Views and parts of results are not tasks: they cost nothing and stay with their operators. An
     operator that writes into its operand and returns it is one.
 
     Args:
-        fused: whether elementwise operators are fused as they stand in ``graph``; those of a kernel
-            that follow each other are one task.
+        fused: whether elementwise operators are fused in the order of ``graph``; consecutive nodes
+            of one kernel are one task.
     """
-    # Gradients of the model's parameters are no activations, as in the peak that the plan has.
+    # Gradients of the model's parameters are not activations, as in the plan's peak.
     ignored = {base(node) for node in own_gradients(graph, own_parameters)}
     builder = _Builder(_FactsOfNodes(ignored, hardware, kernels_of(graph) if fused else {}, graph))
     handed = [node for node in graph.find_nodes(op="placeholder") if is_handed(node)]
@@ -83,11 +83,12 @@ def graph_tasks(
 
 
 class Call(NamedTuple):
-    """Nodes of a graph of which one of several calls consists.
+    """The nodes of one of several calls in a graph.
 
     Attributes:
-        handed: values that it is given as its own.
-        nodes: those that it runs; what they read beside these and ``handed`` belongs to others.
+        handed: values that it is given and owns.
+        nodes: nodes that it runs; values other than these and ``handed`` that they read belong to
+            others.
         returned: values that outlive it.
     """
 
@@ -97,16 +98,16 @@ class Call(NamedTuple):
 
 
 class _Facts(NamedTuple):
-    """What the task of a node has in whatever call.
+    """Properties of the task of a node that are the same in every call.
 
     Attributes:
         before: operators whose results it reads.
-        reads: of each operand, the nodes that may own its storage.
+        reads: for each operand, the nodes that may own its storage.
         made: nodes whose storages it makes and that count.
-        arrival_bytes: those of its bytes that it allocates when it has arrived.
-        run_bytes: the others.
+        arrival_bytes: bytes that it allocates only when it has arrived.
+        run_bytes: all other bytes that it allocates.
         kernel: number of the fused kernel that it is part of.
-        is_awaited: whether it is a collective, behind which a task waits for it.
+        is_awaited: whether it is a collective, followed by a task that waits for it.
         draws: whether it draws random numbers.
         writes: whether it writes into an operand.
     """
@@ -125,8 +126,8 @@ class _Facts(NamedTuple):
 
 
 class _FactsOfNodes:
-    """Facts of the nodes of a graph, each found once: many ways to divide the same nodes into calls
-    are compared.
+    """Facts of the nodes of a graph, each computed once, because many ways to divide the same nodes
+    into calls are compared.
 
     Args:
         ignored: nodes whose storages do not count.
@@ -146,7 +147,7 @@ class _FactsOfNodes:
         self._known: dict[Node, _Facts | None] = {}
 
     def of(self, node: Node) -> _Facts | None:
-        """Return the facts of a node; ``None`` if it is no task."""
+        """Return the facts of a node; ``None`` if it is not a task."""
         if node not in self._known:
             self._known[node] = self._found(node)
         return self._known[node]
@@ -181,7 +182,7 @@ class _Builder:
     """Tasks of the calls that were added, one after another.
 
     Attributes:
-        tasks: of all of them.
+        tasks: tasks of all calls.
         nodes: node of each task.
     """
 
@@ -189,16 +190,16 @@ class _Builder:
         self.tasks: list[Task] = []
         self.nodes: list[Node] = []
         self._facts = facts
-        # Of each the number of its call, and that of its kernel there.
+        # For each task the number of its call, and of its kernel within the call.
         self._kernels: list[tuple[int, int] | None] = []
         self._num_calls = 0
         self._storage_bytes: list[int] = []
         self._returned: set[int] = set()
-        self._handed: tuple[int, ...] = ()  # the first task, if it makes what is handed over
+        self._handed: tuple[int, ...] = ()  # the first task, if it makes the values passed in
         self._last_draw: int | None = None
         self._last_write: int | None = None
-        # Of the call that is being added: its counted storages, by the node that owns them, and the
-        # task after which the result of a node can be read.
+        # For the call that is being added: its counted storages, by the node that owns them, and
+        # the task after which the result of a node can be read.
         self._storages: dict[Node, int] = {}
         self._result_of: dict[Node, int] = {}
 
@@ -207,7 +208,7 @@ class _Builder:
         self._storages, self._result_of = {}, {}
         self._num_calls += 1
         if call.handed:
-            # One task makes what the function is handed, and all others need it.
+            # One task makes the values that the function is given, and all others need it.
             self._handed = (len(self.tasks),)
             makes = tuple(map(self._new_storage, call.handed))
             self._append(Task(makes=makes), call.handed[0])
@@ -236,7 +237,7 @@ class _Builder:
         return self._storages[owner]
 
     def _storages_of(self, values: Iterable[Sequence[Node]]) -> Iterator[int]:
-        """Return the counted storages of values, of each by the nodes that may own it."""
+        """Return the counted storages of values, each given by the nodes that may own it."""
         for owners in values:
             for owner in owners:
                 if owner in self._storages:
@@ -276,18 +277,18 @@ class _Builder:
         if self._last_write is not None:
             yield self._last_write
         if facts.draws:
-            # In the order of the graph, or another schedule would draw other numbers.
+            # In graph order, otherwise another schedule would draw other numbers.
             if self._last_draw is not None:
                 yield self._last_draw
             self._last_draw = position
         if facts.writes:
-            # Any task before may read what it overwrites; later ones follow it, see above.
+            # Any earlier task may read what it overwrites; later ones follow it, see above.
             yield from range(position)
             self._last_write = position
 
 
 def _stays_with_operator(node: Node) -> bool:
-    """Return whether ``node`` only names what an operator before it has made."""
+    """Return whether ``node`` only names a value that an operator before it has made."""
     return is_part(node) or is_pure_view(node)
 
 
@@ -302,7 +303,7 @@ def _operators_before(node: Node) -> Iterator[Node]:
 
 def _owners(node: Node) -> Sequence[Node]:
     """Return the nodes that may own the storage of ``node``: itself, and what it is a view of."""
-    # Not the base alone: a call may be given an operand that another wrote into.
+    # Not only the base: an operand of a call may be the result of one that writes in place.
     owners = [node]
     while is_view(owners[-1]):
         owners.append(owners[-1].args[0])

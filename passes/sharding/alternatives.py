@@ -56,7 +56,7 @@ class Alternatives:
 
     def _costs(self, choices: list[int]) -> tuple[float, float, float]:
         """Communication, compute and the price of memory, in us."""
-        # Of the entire program: a choice here may move costs anywhere else. Only operators
+        # Costs of the entire program: a choice here may move costs anywhere else. Only operators
         # compute; options of parameters and of values between regions are priced for their memory.
         paid = sum(map(self.price_us, conversions(self._vertices, choices)))
         costs = [v.options[i].cost_us for v, i in zip(self._vertices, choices, strict=True)]

@@ -270,8 +270,8 @@ class _Question:
 
 
 def _why_sharded(others: Iterable[Way], num_bytes: int) -> str:
-    """Text with the extra cost of every other way to store a parameter of which a rank has
-    ``num_bytes``."""
+    """Text with the extra cost of every other way to store a parameter; a rank has ``num_bytes`` of
+    it."""
     chosen_for, costs = "the cheapest way", []
     for way in others:
         time_us = way.communication_us + way.compute_us

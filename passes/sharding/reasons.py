@@ -40,8 +40,8 @@ def why_replicated(node: Node, rule: OpRule | None, value: Value, dim: int, worl
         return f"{operator_text(node)} has dim {dim} of size 1"
     if any(factor.blocked for factor in factors):
         return f"{operator_text(node)} needs dim {dim} in full on every rank"
-    # Of a fused dim only the outermost factor: an inner one is sharded only where a later operator
-    # cuts the dim there, which is not a property of this operator.
+    # In a fused dim only the outermost factor counts: an inner one is sharded only where a later
+    # operator cuts the dim there, which is not a property of this operator.
     outer = factors[0].size
     if outer % world_size:
         sizes = " x ".join(str(factor.size) for factor in factors)

@@ -75,7 +75,7 @@ def shard(
     if solution.gap:
         notes.append(
             f"the placements may take up to {solution.gap:.2%} longer than the best ones: the "
-            "search for those was cut short"
+            "search was cut short"
         )
     return replace(
         sharded,
@@ -149,8 +149,8 @@ def _blamed_on_hints(
     texts = " and ".join(f"hints[{key!r}]={hint_text(hint)}" for key, hint in contradicting.items())
     return ArgumentError(
         f"{texts} cannot be met together on {options.tp} ranks: some operator reads parameters "
-        "placed by them and has no way to run with both; drop one, or ask plan.explain(name) "
-        "without it what is possible"
+        "placed by them and cannot run with both; drop one, or call plan.explain(name) without it "
+        "to see what is possible"
     )
 
 

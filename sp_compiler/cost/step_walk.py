@@ -82,8 +82,8 @@ class CallStorages:
 
     Attributes:
         saved: on the device, ``None`` also for what is sent to the host.
-        sent: on the device until they have left, ``None`` for the others; ``fetched``: their copies
-            in backward.
+        sent: storages that go to the host, on the device until sent; otherwise ``None``.
+        fetched: their copies in backward.
     """
 
     outputs: list[Storage | None] = field(default_factory=list)

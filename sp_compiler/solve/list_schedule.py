@@ -69,8 +69,9 @@ class ListSchedule:
         return self._best_of_first(max(limit_bytes, self.block.given_bytes)).time_us
 
     def order(self, limit_bytes: int, *, thorough: bool = False) -> list[int]:
-        """Return the order of :func:`list_schedule`; ``thorough``: search longer from there on, for
-        an order that is no slower and exceeds neither its memory nor the limit, if that is more."""
+        """Return the order of :func:`list_schedule`; ``thorough``: the result of a longer search
+        from there on, which is no slower and keeps to the limit, or to that order's peak if it is
+        larger."""
         key = limit_bytes if thorough else max(limit_bytes, self.block.given_bytes), thorough
         if key not in self._orders:
             find = self._thorough_order if thorough else self._compared_order

@@ -57,7 +57,7 @@ class Split:
 
     Attributes:
         time_us: time of its forward and backward.
-        own_bytes: saved by this call alone.
+        own_bytes: bytes saved by only this call.
         shared: saved storages that are some call's results, which others may save or use.
         forward_bytes: peak of the forward, in addition to its arguments.
         backward_bytes: the same of the backward.
@@ -100,7 +100,7 @@ def cheapest(calls: Sequence[CallSplits], limit_bytes: int) -> list[int] | None:
     # A good solution first: the exact search drops whatever cannot end within its time.
     guess = _Search(calls, limit_bytes, width=_BEAM).run()
     best = _Search(calls, limit_bytes, at_most=None if guess is None else _us(calls, guess)).run()
-    # Of the fastest ones the smallest peak: a smaller budget must never have a larger peak.
+    # The smallest peak of the fastest solutions: a smaller budget must never have a larger peak.
     smaller = best
     while smaller is not None:
         best = smaller

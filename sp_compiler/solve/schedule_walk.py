@@ -49,7 +49,7 @@ class Fitting:
         order: its tasks.
         place: index in ``order``, by task.
         most_bytes: the most bytes that exist from a task on, by its index in ``order``.
-        made_bytes: bytes of the storages that a task makes, likewise.
+        made_bytes: bytes of the storages that a task makes, by the same index.
         can_run: whether a task can run after a set of others (one bit each), cached: most walks
             meet the sets of the walks before.
         limits: whether something did not fit in some walk: with more memory it may differ.

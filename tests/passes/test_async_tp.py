@@ -144,14 +144,14 @@ def test_a_weight_that_is_cast_behind_the_gather() -> None:
 
 
 def test_too_few_rows() -> None:
-    assert left_alone(mlp(rows=ROWS - WORLD), f"less than {ROWS} rows")
+    assert left_alone(mlp(rows=ROWS - WORLD), f"fewer than {ROWS} rows")
 
 
 def test_kernels_that_take_longer_than_the_link_saves() -> None:
     """Two columns: nothing to compute while the rows are moved, but a bias to add."""
     b = Builder()
     x, w, bias = b.input("x", ROWS // WORLD, 2), b.input("w", 2, 2), b.input("bias", 2)
-    assert left_alone(b.output(b.linear(b.gather(x), w, bias, name="h")), "no less time")
+    assert left_alone(b.output(b.linear(b.gather(x), w, bias, name="h")), "not take less time")
 
 
 def _columns(b: Builder) -> Node:
@@ -173,7 +173,7 @@ def _vectors(b: Builder) -> Node:
 @pytest.mark.parametrize("made", [_columns, _segments, _vectors])
 def test_what_is_not_the_ranks_rows_of_a_matrix(made: Any) -> None:
     b = Builder()
-    assert left_alone(b.output(made(b)), "not equally many rows of a matrix")
+    assert left_alone(b.output(made(b)), "not move the same number of rows of a matrix")
 
 
 def test_rows_that_are_padded() -> None:
@@ -212,21 +212,21 @@ def _view(b: Builder) -> Node:
 @pytest.mark.parametrize("made", [_right_factor, _both_factors, _random_factor, _view])
 def test_what_is_no_product_of_the_gathered_rows_with_a_weight(made: Any) -> None:
     b = Builder()
-    assert left_alone(b.output(made(b)), "no product with a weight")
+    assert left_alone(b.output(made(b)), "no matmul with a weight")
 
 
 def test_a_sum_that_is_no_product() -> None:
     b = Builder()
     y, w, other = b.input("y", ROWS, WIDTH), b.input("w", WIDTH, WIDTH), b.input("o", ROWS, WIDTH)
     total = b.call(aten.add.Tensor, b.linear(y, w, name="z"), other)
-    assert left_alone(b.output(b.scatter(total)), "not the product of two matrices")
+    assert left_alone(b.output(b.scatter(total)), "not the matmul of two matrices")
 
 
 def test_a_product_that_is_read_before_it_is_summed() -> None:
     b = Builder()
     y, w = b.input("y", ROWS, WIDTH), b.input("w", WIDTH, WIDTH)
     z = b.linear(y, w, name="z")
-    assert left_alone(b.output(b.scatter(z), z), "also read before")
+    assert left_alone(b.output(b.scatter(z), z), "other readers before")
 
 
 def test_a_collective_that_overlaps_already() -> None:
@@ -250,7 +250,7 @@ def test_a_peak_that_it_would_raise() -> None:
     total = b.call(aten.sum.dim_IntList, early, [1], True, name="total")
     late = b.call(aten.mm.default, full, w, name="late")
     graph = b.output(b.call(aten.mul.Tensor, late, total, name="y"))
-    assert left_alone(graph, "would raise the peak")
+    assert left_alone(graph, "would raise peak memory")
     assert lowered(graph, AMPLE)[1].rewrites == 1
 
 

@@ -301,21 +301,21 @@ def test_rows_are_sent_around_what_reads_the_experts() -> None:
             AllOfThem,
             2,
             UnsupportedError,
-            r"module 'layers.0.experts' are computed in another way.*ekn->etn\", x, self.up\)",
+            r"module 'layers.0.experts' have an unsupported form.*ekn->etn\", x, self.up\)",
         ),
-        (Dense, 2, UnsupportedError, "'layers.0.experts.up' are computed in another way"),
+        (Dense, 2, UnsupportedError, "'layers.0.experts.up' have an unsupported form"),
         (
             PickedTogether,
             2,
             UnsupportedError,
-            r"in another way.*as w\[ids\] with ids of one dim.*self.up\[chosen\]\)",
+            r"unsupported form.*as w\[ids\] with ids of one dim.*self.up\[chosen\]\)",
         ),
-        (Mixing, 2, UnsupportedError, "not known to compute each row from itself.*layers.0.exp"),
+        (Mixing, 2, UnsupportedError, "each row only from that row.*layers.0.exp"),
         (
             OfBatch,
             2,
             UnsupportedError,
-            "mul, .* from itself and parameters alone.*layers.0.experts",
+            "mul, .* only from that row and parameters.*layers.0.experts",
         ),
         (OtherReader, 2, UnsupportedError, "'layers.0.experts.up' cannot be divided.*reads all"),
         (Picked, 3, ArgumentError, "4 experts of .*'layers.0.experts.up' are not div.*choose"),
@@ -342,7 +342,7 @@ class _Projected(nn.Module):
 def test_all_matrices_in_one_product_are_experts_too() -> None:
     captured = capture(_Projected(), (torch.zeros(2, 4),), {})
     normalize(captured)
-    with pytest.raises(UnsupportedError, match="of parameter 'up' are computed in another way"):
+    with pytest.raises(UnsupportedError, match="of parameter 'up' have an unsupported form"):
         expert_parallel(captured, 2)
 
 

@@ -230,7 +230,7 @@ def _zeroed(self: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tenso
 @pytest.mark.parametrize(
     ("core", "reason"),
     [
-        (_shared_probabilities, "is used by others, too"),
+        (_shared_probabilities, "has other users"),
         (_turned_behind_a_mask, "multiplied by a negative number"),
         (_biased, "add changes its scores"),
         (_biased_product, "a bias is added to its scores"),
@@ -242,7 +242,7 @@ def _zeroed(self: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tenso
         (_over_queries, "its softmax is not over the last dim"),
         (_two_dropouts, "its dropout is one of several"),
         (_narrow, "no kernel for heads of 8 and 16 columns"),
-        (_zeroed, "its probabilities are changed behind the softmax"),
+        (_zeroed, "its probabilities are changed after the softmax"),
     ],
 )
 def test_not_found(core: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:

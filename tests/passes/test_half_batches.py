@@ -148,11 +148,12 @@ def test_layers_are_split_and_joined_at_the_head() -> None:
         (
             "batch norm",
             4,
-            "_native_batch_norm_legit_functional mixes the batch, or is not known not to",
+            "_native_batch_norm_legit_functional mixes the batch, or is not known to keep its "
+            "samples separate",
         ),
-        ("mean", 4, "mean mixes the batch, or is not known not to"),
-        ("", 5, "a batch of 5 has no halves of one size"),
-        ("", 1, "a batch of 1 has no halves of one size"),
+        ("mean", 4, "mean mixes the batch, or is not known to keep its samples separate"),
+        ("", 5, "a batch of 5 has no equal halves"),
+        ("", 1, "a batch of 1 has no equal halves"),
     ],
 )
 def test_what_is_not_split_stays_as_it_is(mixes: str, batch: int, reason: str) -> None:

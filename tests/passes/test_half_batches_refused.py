@@ -170,7 +170,7 @@ def test_what_depends_on_the_order_of_all_rows_is_refused(
     captured, report = split(make)
     assert str(captured.module.graph) == str(before.module.graph)
     reasons = [each.reason for each in report.declined]
-    assert reasons == [f"{operator} mixes the batch, or is not known not to"]
+    assert reasons == [f"{operator} mixes the batch, or is not known to keep its samples separate"]
 
 
 class Routed(expert_models.Layer):

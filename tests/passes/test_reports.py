@@ -67,8 +67,8 @@ def test_what_was_left_is_said_for_who_reads_no_graph() -> None:
     found = sp_compiler.plan(_Uneven(), ((torch.randn(2, 16, 6),), {}), tp=2)
     lines = [line.strip() for line in report_lines(found.passes)]
     left = [line for line in lines if line.startswith("left ")]
-    apart = "left 1 x as it is: the layer differs from layers.0, and is compiled by itself ("
-    waits = "x as it is: ranks wait for the collective: no work is left, or fits in memory, to hide"
+    apart = "left 1 x as it is: the layer differs from layers.0, and is compiled separately ("
+    waits = "x as it is: ranks wait for the collective: no work that fits in memory is left to hide"
     assert any(line.startswith(apart) for line in left), left
     assert any(waits in line for line in left), left
     assert all("(test_reports.py:" in line or "first at test_reports" in line for line in left)

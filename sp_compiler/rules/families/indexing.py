@@ -236,7 +236,8 @@ def _pad(node: Node) -> OpRule:
     numbers = args["pad"]
     pairs = [numbers[index : index + 2] for index in range(0, len(numbers), 2)]
     is_constant = args.get("mode", "constant") == "constant"
-    # Zeros often stand for dims that are not padded; modes other than constant need the dims whole.
+    # Pairs of zeros often stand for dims that are not padded; the modes other than constant need a
+    # pair for each of their dims.
     moved = [
         len(shape) - 1 - index
         for index, pair in enumerate(pairs)

@@ -57,7 +57,7 @@ def _moves_a_row_dim(call: LocalCall) -> bool:
     placement = call.results[0]
     if placement.kind != "T":
         return False
-    # Of several token dims a part has one: it has no dim in place of the others to move.
+    # A part has one dim in place of several token dims: it lacks the others, so cannot move them.
     rank = len(result_shapes(call.node)[0])
     rows = max(placement.dim, call.operands[0].dim)
     return any(dim % rank < rows for dim in call.node.args[1:])

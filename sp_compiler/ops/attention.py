@@ -216,7 +216,7 @@ def _scratch(args: Arguments, result: Any) -> int:
     query, key = args["query"].meta["val"], args["key"].meta["val"]
     rows = query.numel() // query.shape[-1]
     if query.is_cuda:
-        # Keys of the rows of a mask, and a copy of the context or a number per row.
+        # Keys of the rows of a mask, and a copy of the context or a value per row.
         return 24 * rows + args["value"].meta["val"].element_size() * rows * query.shape[-1]
     return 4 * _exact(query.dtype).itemsize * rows * key.shape[-2]
 

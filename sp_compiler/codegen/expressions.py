@@ -142,7 +142,7 @@ class Printer:
     def _arguments(self, node: Node, start: int = 0) -> str:
         parts = [self.value(arg) for arg in node.args[start:]]
         for key, arg in node.kwargs.items():
-            # Traces write defaults down; a person would not.
+            # Traces contain default arguments; a person would not write them.
             if key in _DROPPED and arg in (_DROPPED[key], None):
                 continue
             parts.append(f"{key}={self.value(arg)}")
@@ -266,7 +266,7 @@ def first_alone(node: Node) -> bool:
 
 
 def is_copied_by(reshape: Node, copy: Node) -> bool:
-    """Return whether a reshape makes the copy to contiguous memory by ``copy`` unnecessary."""
+    """Return whether ``reshape`` copies to contiguous memory anyway, so that ``copy`` can go."""
     if copy.target is not aten.clone.default or not copy.kwargs:
         return False
     source, result = copy.args[0].meta["val"], reshape.meta["val"]

@@ -78,7 +78,7 @@ def _unflattened(flat: Node, batch: torch.Size) -> list[Node] | None:
     """Return ``flat`` with its batch dims, and the nodes that flatten them."""
     if flat.target not in RESHAPES or len(flat.users) > 1:
         return None
-    # A clone is what matmul itself does with a factor that it cannot view.
+    # matmul itself clones a factor that it cannot view.
     factor, nodes = flat.args[0], [flat]
     if factor.target is aten.clone.default and len(factor.users) == 1:
         factor, nodes = factor.args[0], [factor, flat]

@@ -135,7 +135,7 @@ def _split_rows(node: Node) -> None:
     view, sizes, *_ = node.args
     rows = view.args[0]
     node.args = (rows, sizes, -1)
-    # By torch itself, so that strides are those of the parts.
+    # Split by torch itself, so that the parts have the right strides.
     parts = rows.meta["val"].split(sizes, -1)
     node.meta["val"] = [*parts]
     for part in node.users:

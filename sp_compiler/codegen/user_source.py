@@ -102,7 +102,7 @@ def _statement(file: str, node: ast.stmt, function: ast.AST | None) -> Statement
         target, value = value.target, value.value
     if target is None or value is None:
         return None
-    # A line number cannot tell the value from what a walrus names or a lambda computes later.
+    # A line number cannot distinguish the value from that of a walrus, or of a lambda run later.
     if any(isinstance(part, ast.NamedExpr | ast.Lambda) for part in ast.walk(value)):
         return None
     unpacks = isinstance(target, ast.Tuple | ast.List)

@@ -40,7 +40,7 @@ def wiring(
         called = f"{identifier(call.region.name)}({', '.join(_arguments(call, names))})"
         statements.append((", ".join(results) + " = " + called if results else called, call.path))
     lines = list(_HEAD)
-    # Layers of one kind whose neighbours are of that kind too have equal statements.
+    # Layers of one kind between layers of the same kind have equal statements.
     for text, group in itertools.groupby(statements, key=lambda statement: statement[0]):
         paths = [path for _, path in group]
         where = paths[0] if len(paths) == 1 else f"{len(paths)} times: {paths[0]} to {paths[-1]}"

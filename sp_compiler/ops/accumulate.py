@@ -37,7 +37,7 @@ def _fake_total(total: Tensor, *rest: Any) -> Tensor:
 
 def _type_alike(args: Arguments, world_size: int) -> Sequence[Typing]:
     """The total and what is put into it have the same placement."""
-    # Along a dim that is written a rank would need to know where its own part begins.
+    # Not along the written dim, where a rank would need to know where its own part begins.
     dims = [dim for dim in range(args["total"].meta["val"].dim()) if dim != args.get("dim")]
     return [((kind, kind), (kind,)) for kind in (R, P, *map(S, dims))]
 

@@ -56,8 +56,8 @@ def dropout_attention(  # noqa: PLR0913 - those of the operator
         seed: 0-dim int64; ``None`` for no dropout.
         scale: factor of the products of queries and keys.
         p, site, dim, world_size, first_row, padding: as for
-            :func:`~sp_compiler.ops.dropout.dropout`, for the probabilities (b, a, s, l); without
-            ``seed`` they have no effect.
+            :func:`~sp_compiler.ops.dropout.dropout`, for the probabilities (b, a, s, l);
+            without ``seed`` they have no effect.
 
     In memory, queries come before heads, as (b, s, a, w), so that merging the heads takes no copy.
     The logsumexp is float32, or float64 if ``query`` is.
@@ -216,7 +216,7 @@ def _scratch(args: Arguments, result: Any) -> int:
     query, key = args["query"].meta["val"], args["key"].meta["val"]
     rows = query.numel() // query.shape[-1]
     if query.is_cuda:
-        # Keys of the rows of a mask, and a copy of the context or a number per row.
+        # Keys of the rows of a mask, and a copy of the context or a value per row.
         return 24 * rows + args["value"].meta["val"].element_size() * rows * query.shape[-1]
     return 4 * _exact(query.dtype).itemsize * rows * key.shape[-2]
 

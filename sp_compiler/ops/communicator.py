@@ -270,7 +270,7 @@ class Communicator:
         size = x.shape[dim] // self.world_size
         if isinstance(self.rank, int):
             return x.narrow(dim, self.rank * size, size)
-        # Simulated ranks: a slice takes a number, index_select takes the tensor that the rank is.
+        # Simulated ranks: narrow takes an int, index_select takes the tensor that the rank is.
         rank = self.rank.reshape(1).to(x.device)
         return (
             x.unflatten(dim, (self.world_size, size)).index_select(dim, rank).flatten(dim, dim + 1)

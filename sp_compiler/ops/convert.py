@@ -85,7 +85,7 @@ def conversion_between(source: Placement, target: Placement) -> Conversion | Non
 
 
 def convert(tp: Communicator, x: Tensor, src: str, dst: str) -> Tensor:
-    """Return the value ``x`` with placement ``src`` in placement ``dst``; shapes are those of one
+    """Return ``x``, whose placement is ``src``, with placement ``dst``; shapes are those of one
     rank."""
     conversion = conversion_between(Placement.parse(src), Placement.parse(dst))
     assert conversion is not None, f"no conversion {src} -> {dst}"  # the checks refuse it

@@ -36,8 +36,8 @@ _HASH_SECOND = 0xD35A2D97 - (1 << 32)
 
 
 def call_seed(seed: Tensor, call_index: int | Tensor) -> Tensor:
-    """Return the seed of the ``call_index``-th region call of a forward with seed ``seed``; those
-    of several, if it has several elements."""
+    """Return the seed of the ``call_index``-th region call of a forward with seed ``seed``;
+    several seeds if it has several elements."""
     return _mix64(_mix64(seed) + call_index)
 
 
@@ -214,7 +214,7 @@ def in_memory(x: Tensor) -> Tensor:
 
 
 def mix64_number(x: int) -> int:
-    """:func:`_mix64` of a number that every rank knows, so that no operator computes it."""
+    """:func:`_mix64` of a Python int, computed without an operator."""
     mask = (1 << 64) - 1
     x = (x + _GOLDEN) & mask
     for shift, factor in ((30, _MIX_FIRST), (27, _MIX_SECOND)):

@@ -127,7 +127,7 @@ class Operator:
         return "world_size" in inspect.signature(self.kernel).parameters
 
     def method_arguments(self, args: Sequence[Any]) -> Sequence[Any]:
-        """Names of the schema's arguments that the communicator's method takes."""
+        """Return the arguments of the schema that the communicator's method takes."""
         return args if self.takes_world_size else args[:-1]
 
     def run(self, *args: Any) -> Any:

@@ -56,7 +56,7 @@ def uniform(
 def _fraction(bits: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Interpret the first digits of hashes as a binary fraction whose last digit is set to 1."""
     if dtype == torch.float64:
-        # 26 + 27 digits; the odd last one makes 53, all that a double has below 1.
+        # 26 + 27 = 53 digits, all that a double has below 1; the last is set to 1.
         high, low = (
             _first_digits(each, count).long() for each, count in zip(bits, (26, 27), strict=True)
         )
@@ -67,7 +67,7 @@ def _fraction(bits: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def _first_digits(bits: Tensor, count: int) -> Tensor:
-    """The first ``count`` of 32 bits as a number; torch repeats the sign, hence the mask."""
+    """The first ``count`` of 32 bits as an int; torch's shift repeats the sign, hence the mask."""
     return (bits >> (32 - count)) & ((1 << count) - 1)
 
 

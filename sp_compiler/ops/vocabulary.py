@@ -19,7 +19,7 @@ _sp = torch.ops.sp_compiler
 
 
 def vocab_embedding(tp: Communicator, weight: Tensor, ids: Tensor, num_rows: int) -> Tensor:
-    """Look up rows of a table of ``num_rows`` v, which may be padded.
+    """Look up rows of a table of v = ``num_rows`` rows, which may be padded.
 
     ``weight`` is S(0) (v/t, h), ``ids`` replicated; the result (*ids, h) is P: zeros for the rows
     of other ranks.
@@ -43,7 +43,7 @@ def vocab_embedding_backward(tp: Communicator, grad: Tensor, ids: Tensor, num_ro
 def vocab_nll(
     tp: Communicator, logits: Tensor, target: Tensor, ignore_index: int, classes: int
 ) -> tuple[Tensor, Tensor]:
-    """Negative log likelihood of each row over ``classes`` v.
+    """Negative log likelihood of each row over v = ``classes`` classes.
 
     ``logits`` (n, v/t), which may be padded, is S(1), ``target`` (n,) replicated; returns the loss
     of each row (0 where the target is ``ignore_index``) and the logsumexp of each row, both (n,)

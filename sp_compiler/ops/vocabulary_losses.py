@@ -33,7 +33,7 @@ def vocab_smoothed_nll(
     classes: int,
     smoothing: float,
 ) -> tuple[Tensor, Tensor]:
-    """Loss of each row over ``classes`` v, with label smoothing and class weights.
+    """Loss of each row over v = ``classes`` classes, with label smoothing and class weights.
 
     With ``weight`` w per class and smoothing e, the loss of a row with label y is ``(1 - e) w_y
     (lse - x_y) + e / v * sum_c w_c (lse - x_c)``.
@@ -98,7 +98,7 @@ def _weighed(tp: Communicator, logits: Tensor, weight: Tensor, classes: int) -> 
 
 
 def vocab_logsumexp(tp: Communicator, logits: Tensor, classes: int) -> Tensor:
-    """``logits.logsumexp(-1)`` over ``classes`` v.
+    """``logits.logsumexp(-1)`` over v = ``classes`` classes.
 
     ``logits`` (..., v/t), which may be padded, is sharded on the last dim; the result (...) is
     invariant. Costs two small all-reduces.

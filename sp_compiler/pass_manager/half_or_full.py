@@ -1,4 +1,4 @@
-"""Programs that run layers on half batches, or on full ones: whichever pays."""
+"""Programs that run layers on half batches, or on full ones, whichever pays off."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sp_compiler.planning.planned_program import PlannedProgram
 def compile_half_or_full(
     compile_with: Callable[..., PlannedProgram], options: CompileOptions, open_dims: bool
 ) -> PlannedProgram:
-    """Compile with half batches and without; return what pays, or what fits into the memory.
+    """Compile with half batches and without; return the program that pays off, or fits into memory.
 
     Raises:
         ArgumentError: neither fits.

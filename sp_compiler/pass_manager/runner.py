@@ -107,7 +107,7 @@ class PassRunner:
 
     def forget_from(self, name: str) -> None:
         """Drop the pass ``name`` and all later ones."""
-        # Passes are remembered in the order in which they ran first.
+        # Passes are stored in the order of their first runs.
         names = [key[0] for key in self._shared]
         first = names.index(name) if name in names else len(names)
         self._shared = dict(list(self._shared.items())[:first])

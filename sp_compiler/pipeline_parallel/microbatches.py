@@ -1,6 +1,6 @@
 """A batch split into microbatches, and its outputs joined from theirs.
 
-Only the last stage has outputs. The other ranks get the same object with the loss alone::
+Only the last stage has outputs. The other ranks get the same object with only the loss::
 
     rank of the last stage    CausalLMOutput(loss=tensor(2.1), logits=(8, 128, 512))
     any other rank            CausalLMOutput(loss=tensor(2.1), logits=None)
@@ -75,7 +75,7 @@ def microbatches_of(
                 "inputs; detach it, or compute it inside the model"
             )
     pieces = [
-        # Views: a step holds its batch once.
+        # Views, so that a step holds its batch only once.
         leaf.split(batch // count) if size == batch else (leaf,) * count
         for leaf, size in zip(leaves, sizes, strict=True)
     ]

@@ -131,7 +131,7 @@ class StageParameters:
             if rank != self._axis.rank
         )
         self._state.parameters = NamedTensors(self._state.modules, "_parameters")
-        # Programs are found by their parameters, and there are fewer of these now.
+        # Parameters are part of the key of a program, and there are fewer of them now.
         self._state.programs = self._state.programs.rekeyed(
             lambda key: replace(key, parameters=tuple(key.parameters[i] for i in kept))
         )

@@ -260,7 +260,7 @@ class Executor:
         # R and I differ only in their gradients.
         if self.tp.world_size == 1 or not torch.is_grad_enabled():
             return {}
-        # The weights reduce their gradients without autograd.
+        # Delayed weight gradients are reduced without autograd.
         if self._weights is not None or self._leaves_partial:
             return {}
         if self.deferred.pending and not self.deferred.enabled:

@@ -45,7 +45,7 @@ class DataAxes:
             ArgumentError: "dp_shard" comes before "dp_replicate".
         """
         present = mesh.mesh_dim_names or ()
-        # An axis of one rank is as if it were not there.
+        # An axis of one rank makes no difference.
         names = tuple(name for name in DATA_AXES if name in present and mesh[name].size() > 1)
         if not names:
             return DataAxes()

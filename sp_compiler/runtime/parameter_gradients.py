@@ -47,7 +47,7 @@ class CompiledFunction(torch.autograd.Function):
 
     @staticmethod
     def _compiled_autograd_key(ctx: Any) -> Any:
-        """Refuse compiled autograd, which asks each node of the graph before it runs any."""
+        """Refuse compiled autograd, which calls this of each node before it runs any."""
         raise UnsupportedError(
             "compiled autograd (torch._dynamo.config.compiled_autograd) cannot trace the backward "
             "of a compiled model, which is generated code that puts gradients into parameters "
@@ -113,7 +113,7 @@ def parameter_edges(
 
 
 def partial_spec(spec: DTensorSpec) -> DTensorSpec:
-    """Return the spec of a gradient that is a partial sum over "tp", of a parameter's ``spec``."""
+    """Return the spec of a gradient that is a partial sum over "tp", from its parameter's."""
     # "tp" is the last axis; the axis before it divides experts.
     where = (*spec.placements[:-1], Partial()) if _over_tp(spec) else spec.placements
     return DTensorSpec(spec.mesh, where, spec.tensor_meta)

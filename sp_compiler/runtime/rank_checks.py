@@ -29,7 +29,7 @@ from sp_compiler.runtime.watched_collectives import outside_modes
 # Inputs are compared in the first calls of a kind, where mistakes of data loading show, and then
 # in every _EVERY-th call, which costs little and finds later ones (a loader that drifts).
 _FIRST_CALLS, _EVERY = 3, 16
-_REMEMBERED_KEYS = 64  # kinds of calls that are counted; only changing sizes make more
+_REMEMBERED_KEYS = 64  # kinds of calls that are counted; changing sizes make more
 _CALL = "call"
 _INPUT = "input "
 

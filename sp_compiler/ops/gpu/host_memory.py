@@ -123,7 +123,7 @@ class HostTrip:
         self._num_before = 0
 
     def leave(self, saved: Sequence[Any]) -> list[Any]:
-        """Begin to send tensors of ``saved``; return what autograd is to save."""
+        """Begin to send tensors of ``saved``; return what autograd should save."""
         kept = list(saved)
         if self.positions:
             self._device = kept[self.positions[0]].device

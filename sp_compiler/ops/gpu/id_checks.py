@@ -18,7 +18,7 @@ from sp_compiler.ops.gpu.host_copy import HostCopy
 
 @dataclass(frozen=True)
 class IdBounds:
-    """The smallest and the largest id of a lookup, which both must be in ``range(size)``.
+    """The smallest and the largest id of a lookup, both of which must be in ``range(size)``.
 
     Attributes:
         bounds: both, int64, shape (2,).

@@ -1,4 +1,4 @@
-"""The device's side of recorded steps: all that needs CUDA."""
+"""The device side of recorded steps: all code that needs CUDA."""
 
 from __future__ import annotations
 
@@ -83,5 +83,5 @@ def can_record(device: torch.device) -> bool:
 
 
 def is_recording() -> bool:
-    """Return whether a graph is recorded now, by the user."""
+    """Return whether the user is recording a graph now."""
     return torch.cuda.is_current_stream_capturing()

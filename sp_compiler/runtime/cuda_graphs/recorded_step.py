@@ -146,7 +146,7 @@ class RecordedStep:
         return [value.clone() for value in tensors_of(self._outputs)]
 
     def constant_outputs(self, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return those of the ``outputs`` that require no gradient."""
+        """Return the ``outputs`` that require no gradient."""
         return [x for x, required in zip(outputs, self._requires_grad, strict=True) if not required]
 
     def replay_backward(
@@ -239,10 +239,10 @@ class _Replay(CompiledFunction):
 
 
 def _leaf(value: Tensor) -> Tensor:
-    """Return a leaf of autograd with the memory of ``value``."""
+    """Return an autograd leaf that shares the memory of ``value``."""
     return value.detach().requires_grad_(value.requires_grad)
 
 
 def tensors_of(values: Sequence[Any]) -> list[Tensor]:
-    """Return those of ``values`` that are tensors."""
+    """Return the tensors among ``values``."""
     return [value for value in values if isinstance(value, Tensor)]

@@ -101,7 +101,7 @@ class FailureBoard:
                 self.store.set(self._key("first"), str(self.rank))
 
     def report_unfinished_step(self) -> None:
-        """Report that an optimizer's step was left by an error, if one was."""
+        """Report that an error has ended an optimizer's step halfway, if one has."""
         if self.unfinished_step is not None:
             step, self.unfinished_step = self.unfinished_step, None
             # Its parameters are changed in part: going on would let the ranks' weights drift apart.

@@ -43,7 +43,7 @@ def board_of(process_group: dist.ProcessGroup) -> FailureBoard | None:
 
 
 def report_everywhere(error: BaseException) -> None:
-    """Report ``error``, with which this process stops, to the ranks of all its groups."""
+    """Report ``error``, which ends this process, to the ranks of all its groups."""
     for board in list(_BOARDS.values()):
         board.report(error)
 

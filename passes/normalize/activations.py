@@ -34,8 +34,9 @@ from sp_compiler.ir.symbolic import is_open, same_shape
 
 _ORIGIN = Pass.NORMALIZE
 _aten = torch.ops.aten
-# Operators with a kernel for each direction, and their keyword arguments.
-_ACTIVATIONS: tuple[tuple[Any, Mapping[str, Any]], ...] = (
+_Activation = tuple[Any, Mapping[str, Any]]
+"""An operator with a kernel for each direction, and its keyword arguments."""
+_ACTIVATIONS: tuple[_Activation, ...] = (
     (_aten.gelu.default, {"approximate": "tanh"}),
     (_aten.gelu.default, {}),
     (_aten.silu.default, {}),
@@ -52,20 +53,20 @@ _MOST_OPERATORS = 12  # in a chain; the longest spelling that is known has eight
 
 
 def name_activations(graph: Graph) -> None:
-    """Replace every such chain that nothing reads but its end."""
+    """Replace every such chain of which only the end is read."""
     positions = {node: position for position, node in enumerate(graph.nodes)}
-    known: dict[str, int | None] = {}
-    # From the end, so that a chain is met whole, before its parts, which are gone afterwards.
+    known: dict[str, _Activation | None] = {}
+    # From the end, so that a chain is found as a whole before its parts, which it replaces.
     for node in reversed(list(graph.nodes)):
         if not node.users or not _is_smooth(node) or not _is_floating(node):
             continue
         for source, chain in _chains(node, positions):
             key = _text(source, chain)
-            # Every layer spells it the same way.
+            # Layers write it the same way: each way is evaluated once.
             if key not in known:
                 known[key] = _activation(source, chain)
-            if (number := known[key]) is not None:
-                operator, options = _ACTIVATIONS[number]
+            if (activation := known[key]) is not None:
+                operator, options = activation
                 call = insert_call(node, operator, (source,), options, origin=_ORIGIN)
                 replace_with(node, call)
                 for part in chain[1:]:
@@ -118,27 +119,27 @@ def _is_like(node: Node, other: Node) -> bool:
 
 
 def _text(source: Node, chain: Sequence[Node]) -> str:
-    """The calls of a chain, in which other nodes have the same names in every layer."""
+    """Return the calls of a chain as text that is the same in every layer."""
     names = {node: f"%{number}" for number, node in enumerate((*chain, source))}
     calls = (map_arg((x.args, x.kwargs), names.__getitem__) for x in chain)
     targets = (str(node.target) for node in chain)
     return f"{source.meta['val'].dtype} {[*zip(targets, calls, strict=True)]}"
 
 
-def _activation(source: Node, chain: Sequence[Node]) -> int | None:
-    """Return which of :data:`_ACTIVATIONS` the last operator of a chain computes of ``source``."""
+def _activation(source: Node, chain: Sequence[Node]) -> _Activation | None:
+    """Return the activation function of ``source`` that a chain computes, if it is known."""
     dtype = source.meta["val"].dtype
     points, activations = _known_values()
     values = {source: points}
     for node in reversed(chain):
         args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
         values[node] = node.target(*args, **kwargs)
-    # Below what rounding changes. Formulas of 16 bits are meant as those of 32, of which some
-    # differ by less than 16 bits show.
+    # An eighth of the dtype's rounding error, but not less than that of the chain in float64. For 16
+    # bits float32's: in 16 bits the two forms of GELU, for example, could not be told apart.
     precision = max(min(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps) / 8, 2e-15)
-    for number, expected in enumerate(activations):
+    for activation, expected in zip(_ACTIVATIONS, activations, strict=True):
         if bool(((values[chain[0]] - expected).abs() <= precision * points.abs()).all()):
-            return number
+            return activation
     return None
 
 
@@ -146,7 +147,8 @@ def _activation(source: Node, chain: Sequence[Node]) -> int | None:
 def _known_values() -> tuple[Tensor, tuple[Tensor, ...]]:
     """Points, and the values of each activation function there."""
     options: Any = {"dtype": torch.float64, "device": "cpu"}
-    near = torch.linspace(-12, 12, 1001, **options)  # where they curve
+    # Where they curve; near zero and far out, points of all magnitudes are enough.
+    near = torch.linspace(-12, 12, 1001, **options)
     tiny_to_large = torch.logspace(-8, 4, 121, **options)
     points = torch.cat([near, tiny_to_large, -tiny_to_large])
     with torch.no_grad():

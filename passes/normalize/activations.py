@@ -134,8 +134,8 @@ def _activation(source: Node, chain: Sequence[Node]) -> _Activation | None:
     for node in reversed(chain):
         args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
         values[node] = node.target(*args, **kwargs)
-    # An eighth of the dtype's rounding error, but not less than that of the chain in float64. For 16
-    # bits float32's: in 16 bits the two forms of GELU, for example, could not be told apart.
+    # An eighth of the dtype's rounding error, but not less than that of the chain in float64. For
+    # 16 bits float32's: in 16 bits the two forms of GELU, for example, could not be told apart.
     precision = max(min(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps) / 8, 2e-15)
     for activation, expected in zip(_ACTIVATIONS, activations, strict=True):
         if bool(((values[chain[0]] - expected).abs() <= precision * points.abs()).all()):

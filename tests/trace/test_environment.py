@@ -182,7 +182,7 @@ def test_a_derivative_in_forward_is_refused_with_its_line(
         def forward(self, x: Tensor) -> Tensor:
             return (x * derivative(x)).sum()
 
-    said = r"by torch\.func .*test_environment\.py:\d+ lambda x: torch\.func.*; write .* out"
+    said = r"with torch\.func .*test_environment\.py:\d+ lambda x: torch\.func.*; write .* by hand"
     with pytest.raises(UnsupportedError, match=said):
         capture(Model(), (torch.randn(2),))
     # Torch's own error of jvp would leave this refused.

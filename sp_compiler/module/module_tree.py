@@ -169,7 +169,7 @@ class MirrorModule(HookedModule, ModelMethods, nn.Module):
         return setattr(original, name, value)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Raise an error.
+        """Raise an error: modules cannot be added to a compiled model.
 
         Raises:
             UnsupportedError: the modules of a compiled model are fixed.

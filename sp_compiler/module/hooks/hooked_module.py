@@ -66,7 +66,7 @@ class HookedModule(nn.Module):
         return super().register_full_backward_pre_hook(*args, **kwargs)
 
     def register_backward_hook(self, hook: Any) -> Any:
-        """Register a hook of the older kind, whose gradients are those of an operator inside.
+        """Register a hook of the older kind, on the whole model; use the full one on its parts.
 
         Raises:
             UnsupportedError: the module is a part of the model.

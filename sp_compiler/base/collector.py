@@ -1,4 +1,4 @@
-"""The garbage collector while a model is compiled."""
+"""Less work for the garbage collector while a model is compiled."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def node_origin(node: Node) -> str:
 def source_line(node: Node) -> str:
     """Return the line of the user's model for ``node``, as "file.py:12 code"; "" if unknown.
 
-    The innermost frame that is not PyTorch's own.
+    It is the line of the innermost frame outside of PyTorch.
     """
     trace = node.meta.get("stack_trace") or ""
     frames = re.findall(r'File "(.+)", line (\d+), in .*\n\s*(.*)', trace)

@@ -168,7 +168,7 @@ def shard_over_data(state: ModuleState) -> None:
         compiled = state.compiled("data parallelism")
         apply_data_parallelism(state.root, compiled, state.group, options)
     except BaseException:
-        state.fsdp_options = options  # later calls would reduce no gradients over the data axes
+        state.fsdp_options = options  # or later calls would not reduce gradients over data axes
         raise
 
 

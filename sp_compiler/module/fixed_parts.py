@@ -55,7 +55,7 @@ def refuse_other_forward(path: str) -> NoReturn:
 class FixedContainer:
     """Base class of mirrored containers, whose methods would change ``_modules`` directly.
 
-    All methods but slicing raise :class:`~sp_compiler.base.errors.UnsupportedError`.
+    All methods except slicing raise :class:`~sp_compiler.base.errors.UnsupportedError`.
     """
 
     _sp_path: str

@@ -55,8 +55,8 @@ class Inspection:
         Raises:
             ArgumentError: ``example_inputs`` are not (args, kwargs); or the text is not valid
                 Python, lacks a class or method of the generated code or changes its arguments,
-                raises an error, computes something else, or the inputs lead to NaN. The module
-                continues with the code that it had.
+                raises an error, computes another result, or the inputs lead to NaN. The module
+                continues with its previous code.
             RankMismatchError: the ranks got different texts.
             UnsupportedError: the backend is not "eager": others compile graphs instead of text.
         """

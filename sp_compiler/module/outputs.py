@@ -98,9 +98,9 @@ class ShardedOutput(DTensor):
         logits.argmax(-1) == ids  (2, 8)       plain
         logits.topk(5)            (2, 8, 5)    plain
 
-    A result that is not sharded is a plain tensor, with partial sums reduced at once, so it can be
-    printed, compared, and passed to any library. Operations that DTensor cannot run on parts run on
-    the full tensor. An operation may therefore be a collective, and all ranks must run it.
+    A result that is not sharded is a plain tensor, with partial sums reduced immediately, so it can
+    be printed, compared, and passed to any library. Operations that DTensor cannot run on parts run
+    on the full tensor. An operation may therefore be a collective, and all ranks must run it.
 
     Raises:
         UnsupportedError: an in-place operation that DTensor does not support; pickling.

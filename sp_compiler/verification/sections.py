@@ -180,7 +180,7 @@ class Sections:
         return module_of(graph, self.captured.module), sources
 
     def _key(self, section: Section, values: Values) -> str:
-        """Return a text that is equal for sections of which one proves the other."""
+        """Return a text that is equal for two sections if a proof of one holds for the other."""
         numbers = {ref: number for number, ref in enumerate(section.leaves)}
         leaves = [values.identity(ref) for ref in section.leaves]
         graph = section.captured.graph

@@ -257,7 +257,7 @@ def test_a_symbol_in_text_is_said_with_its_line(make: Callable[[Any], str]) -> N
         make(model.linear(x).mean().item())
         return 2.0
 
-    with pytest.warns(UserWarning, match=r"once, at the capture.*test_decisions.py:\d+ make"):
+    with pytest.warns(UserWarning, match=r"once, in the capture.*test_decisions.py:\d+ make"):
         _captured(body)
 
 

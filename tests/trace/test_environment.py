@@ -219,7 +219,7 @@ def test_a_dim_that_vmap_puts_elsewhere_is_refused_by_name() -> None:
             result: Tensor = torch.vmap(lambda row: row @ x, out_dims=1)(x)
             return result
 
-    with pytest.raises(CaptureError, match=r"out_dims of torch\.vmap.*\n.* by movedim"):
+    with pytest.raises(CaptureError, match=r"out_dims of torch\.vmap.*\n.* with movedim"):
         capture(Model(), (torch.randn(3, 3),))
 
 

@@ -1,4 +1,4 @@
-"""Autocast: its casts are recorded when a model is captured, and are not repeated afterwards."""
+"""Autocast: its casts are recorded when a model is captured, and not repeated afterwards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-# Every type of device that a model may run on: torch has no list of those with autocast on.
+# Device types on which a model may run: torch has no list of those with autocast on.
 _DEVICES = ("cpu", "cuda")
 
 
@@ -26,10 +26,10 @@ def without_autocast() -> Iterator[None]:
 
 
 def with_captured_casts() -> contextlib.AbstractContextManager[None]:
-    """Return :func:`without_autocast`, which takes no time where no autocast is on.
+    """Return :func:`without_autocast`, without its cost if no autocast is on.
 
     For generated code: forward runs under the caller's autocast, and so does a backward that is
-    called there, whose products in float32 would be cast as well.
+    called there, whose float32 matmuls would be cast as well.
     """
     return without_autocast() if autocast_state() else contextlib.nullcontext()
 
@@ -40,7 +40,7 @@ Autocast = tuple[tuple[str, torch.dtype], ...]
 
 def autocast_state() -> Autocast:
     """Return the autocast states that are active now."""
-    # In the order of _DEVICES: the result is part of the key under which programs are cached.
+    # In the order of _DEVICES, since the result is part of the cache key of programs.
     return tuple(
         (device, torch.get_autocast_dtype(device))
         for device in _DEVICES
@@ -59,10 +59,9 @@ def under_autocast(state: Autocast) -> Iterator[None]:
 
 @contextlib.contextmanager
 def explicit_casts() -> Iterator[None]:
-    """Record the casts that autocast does inside of composite operators, where the graph shows
-    them.
+    """Record the casts of autocast inside of composite operators as nodes of the graph.
 
-    Eager casts the factors of each matrix product in them, and what a loss of classes reads.
+    In eager mode, autocast casts the operands of each matmul in them, and those of class losses.
     """
     _VF: Any = torch._VF
     # torch internals: autocast casts below the level at which these are recorded, so that a graph
@@ -79,7 +78,7 @@ def explicit_casts() -> Iterator[None]:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Return the dtype that autocast gives products with ``x``; ``None`` where it is off."""
+    """Return the dtype that autocast gives matmuls of ``x``; ``None`` if it is off."""
     device = x.device.type
     # No autocast exists for the meta device: asking for its state raises.
     if device == "meta" or not torch.is_autocast_enabled(device):
@@ -88,13 +87,13 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    # As autocast itself does: float64 and integers are left alone.
+    # As in autocast itself, float64 and integers are not cast.
     return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
 
 
 def _einsum(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """An equation that multiplies two operands and sums over the labels that both have is one
-    product; any other is recorded as the operators that it decomposes to."""
+    """Return ``einsum`` with casts. An equation that multiplies two operands and sums over shared
+    labels is one matmul; any other is recorded as the operators that it decomposes into."""
 
     def einsum(equation: str, operands: Sequence[Tensor], **kwargs: Any) -> Tensor:
         dtype = autocast_dtype(operands[0])
@@ -108,13 +107,13 @@ def _einsum(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _product(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """One or several products of all its tensors."""
+    """Return ``original``, which runs one or several matmuls of all its tensors, with casts."""
 
     def product(*args: Any, **kwargs: Any) -> Tensor:
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         dtype = autocast_dtype(tensors[0])
-        # A number is a factor of each element, which is no product of matrices. With ``out=``
-        # the tensors are what the capture refuses.
+        # A 0-dim tensor scales each element, which is not a matmul. ``out=`` is refused by the
+        # capture.
         if dtype is None or not all(x.dim() for x in tensors) or kwargs.get("out") is not None:
             return original(*args, **kwargs)
         args, kwargs = tree_map_only(Tensor, lambda x: _cast(x, dtype), (args, kwargs))
@@ -125,7 +124,7 @@ def _product(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _nll_loss(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def nll_loss(x: Tensor, target: Tensor, weight: Tensor | None = None, *args: Any) -> Tensor:
-        if autocast_dtype(x) is not None:  # whatever its dtype, losses are in float32
+        if autocast_dtype(x) is not None:  # losses are in float32, whatever the autocast dtype
             x = _cast(x, torch.float32)
             weight = None if weight is None else _cast(weight, torch.float32)
         return original(x, target, weight, *args)
@@ -134,23 +133,23 @@ def _nll_loss(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _is_product(equation: str, count: int) -> bool:
-    """Return whether ``einsum`` runs ``equation`` as a single matrix product."""
+    """Return whether ``einsum`` runs ``equation`` as a single matmul."""
     terms, arrow, result = equation.replace(" ", "").partition("->")
     left, _, right = terms.partition(",")
     # Fewer labels than letters: an operand repeats one, and its diagonal is taken first.
     if count != 2 or not arrow or "." in equation or len({*left}) + len({*right}) < len(terms) - 1:
         return False
     both = {*left} & {*right}
-    # A label that only one operand has must be in the result: else it is summed before the
-    # product. One that both have must not be: without a sum it is no matrix product.
+    # A label of only one operand must be in the result, or it is summed before the matmul. At
+    # least one shared label must not be: without a sum it is not a matmul.
     return {*left} ^ {*right} <= {*result} and bool(both - {*result})
 
 
 def cast_back(values: Sequence[Any], given: Sequence[Any]) -> list[Any]:
-    """Cast the inputs or outputs of a block that hooks changed back to the dtypes that the code is
-    compiled for.
+    """Cast inputs or outputs of a block that hooks changed back to the dtypes for which the code
+    was compiled.
 
-    FSDP's mixed precision casts them to the type of the parameters, masks and tables too.
+    FSDP's mixed precision casts all of them, including masks and tables, to the parameters' dtype.
     """
     return [
         value.to(before.dtype)

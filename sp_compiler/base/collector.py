@@ -1,4 +1,4 @@
-"""The garbage collector while a model is compiled."""
+"""Less work for the garbage collector while a model is compiled."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def older_objects_skipped() -> Iterator[None]:
-    """Context in which the garbage collector looks at objects that are made in it only.
+    """Context in which the garbage collector only visits objects that are made in it.
 
-    A compilation makes so many that the collector would go through all modules and models of the
-    process again and again: a fifth of the time of a small model's compilation, two fifths of the
-    time in which Inductor is imported and its kernels are loaded.
+    A compilation makes so many objects that the collector would traverse all modules and models of
+    the process again and again: a fifth of the time of a small model's compilation, two fifths of
+    the time to import Inductor and load its kernels.
     """
-    if gc.get_freeze_count():  # by a context around this one, or by a user, whose choice it is
+    if gc.get_freeze_count():  # frozen by an outer context, or by a user
         yield
         return
     gc.freeze()

@@ -1,8 +1,8 @@
-"""Decisions: what a forward reads from its inputs, buffers and caller, and a program assumes.
+"""Decisions: facts that a forward reads from its inputs, buffers and caller, and a program assumes.
 
 A forward with ``if mask.any()``, ``int(lengths.max())`` or ``if torch.is_grad_enabled()`` is
-captured with what the example call gives. The program is valid for calls that give the same, and
-for no others.
+captured with the results of the example call. The program is valid only for calls with the same
+results.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ MODES: Mapping[str, Callable[[], bool]] = {
     "is_grad_enabled": torch.is_grad_enabled,
     "is_inference_mode_enabled": torch.is_inference_mode_enabled,
 }
-"""Functions of ``torch`` that tell a mode of the caller, by name."""
+"""Functions of ``torch`` that return a mode of the caller, by name."""
 
 _CALLERS: ContextVar[Mapping[str, bool] | None] = ContextVar("callers_modes", default=None)
 
 
 @contextlib.contextmanager
 def callers_modes_kept() -> Iterator[None]:
-    """Context in which modes are changed in order to compile, and decisions read the caller's."""
+    """Context that changes modes for a compilation, in which decisions still read the caller's."""
     token = _CALLERS.set(_CALLERS.get() or {name: ask() for name, ask in MODES.items()})
     try:
         yield
@@ -39,11 +39,11 @@ def callers_modes_kept() -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class Decision:
-    """Something that the forward read.
+    """A fact that the forward has read.
 
     Attributes:
         line: source line that reads it: ``model.py:12 if mask.any():``.
-        value: what it read at capture, as text.
+        value: the value read in the capture, as text.
     """
 
     line: str
@@ -59,7 +59,7 @@ class Decision:
 
 @dataclass(frozen=True, eq=False)
 class NumberRead(Decision):
-    """One number of a tensor.
+    """One number read from a tensor.
 
     Attributes:
         module: graph that computes the tensor that is read.
@@ -78,7 +78,7 @@ class NumberRead(Decision):
             leaves[source] if isinstance(source, int) else buffers[source]
             for source in self.sources
         ]
-        # Called while a model is traced, too: what is computed here is no part of that trace.
+        # Also called while a model is traced: this computation is not part of the trace.
         with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
             if self.writes:
                 values = [value.clone() for value in values]
@@ -87,7 +87,7 @@ class NumberRead(Decision):
 
 @dataclass(frozen=True, eq=False)
 class ModeRead(Decision):
-    """One of the modes that the model is called in.
+    """A mode in which the model is called.
 
     Attributes:
         mode: its name in :data:`MODES`.
@@ -102,7 +102,7 @@ class ModeRead(Decision):
 
 @dataclass(frozen=True, eq=False)
 class LayoutRead(Decision):
-    """The order in memory of a tensor that the model is given.
+    """The memory layout of an input.
 
     Attributes:
         source: index of the leaf of the inputs.
@@ -115,7 +115,7 @@ class LayoutRead(Decision):
 
 
 def layout(tensor: Tensor) -> str:
-    """Return how the elements of ``tensor`` lie in memory: equal for all sizes if it is plain."""
+    """Return the memory layout of ``tensor`` as text; the same for all sizes if contiguous."""
     return "contiguous" if tensor.is_contiguous() else f"strides {tuple(tensor.stride())}"
 
 
@@ -123,6 +123,6 @@ def hold(
     decisions: Sequence[Decision], leaves: Sequence[Any], buffers: Mapping[str, Tensor]
 ) -> bool:
     """Return whether a forward of these inputs would make the same ``decisions``."""
-    # In order, and none behind the first that differs: the forward takes another path from there,
-    # on which the later ones need not even be computable.
+    # In order, up to the first that differs: from there the forward takes another path, on which
+    # the later ones may not even be computable.
     return all(repr(each.read(leaves, buffers)) == each.value for each in decisions)

@@ -1,6 +1,6 @@
 """The exceptions of sp_compiler, all derived from :class:`SPCompilerError`.
 
-Every message says what was wrong, what was allowed, where in the user's model, and what to do.
+Every message says what was wrong, what is allowed, where in the user's model, and what to do.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class UnsupportedError(SPCompilerError, NotImplementedError):
 
 
 class NotCompiledError(SPCompilerError, RuntimeError):
-    """Access before compilation to something that compilation creates."""
+    """Something that a compilation creates was accessed before it."""
 
 
 class CaptureError(SPCompilerError, RuntimeError):
@@ -55,7 +55,7 @@ class PassError(SPCompilerError, RuntimeError):
 
 
 class PlacementError(PassError):
-    """A placement that the typing rules reject: running the graph would give wrong numbers.
+    """A placement that the typing rules reject: the graph would compute wrong results.
 
     ``region`` is the name of the node's region, if it is known.
     """
@@ -81,9 +81,9 @@ def did_you_mean(got: object, known: Iterable[object]) -> str:
 def expected_one_of(
     got: object, known: Iterable[object], show: Callable[[object], str] = str
 ) -> str:
-    """Return "expected one of ..." with all ``known`` names, the nearest as a guess in front.
+    """Return "expected one of ..." with all ``known`` names, after a guess of the intended one.
 
-    The guess comes first: a list of twenty names hides what stands behind it.
+    The guess comes first, since it would be overlooked after a list of twenty names.
     """
     values = list(known)
     return f"{did_you_mean(got, values)}expected one of {', '.join(map(show, values))}"
@@ -92,8 +92,8 @@ def expected_one_of(
 def refusing_other_arguments(
     function: Function, signature: inspect.Signature, explained: Collection[str]
 ) -> Function:
-    """Return ``function`` with the ``signature``, whose ``TypeError`` says what is near and
-    needed.
+    """Return ``function`` with the ``signature``, whose ``TypeError`` suggests similar names and
+    lists required ones.
 
     The names ``explained`` are refused by the function itself, which can say why.
     """

@@ -8,8 +8,8 @@ import sys
 
 from sp_compiler.base.errors import ArgumentError, expected_one_of
 
-# Without a handler of its own: Python then writes what is at least a warning to stderr, such as
-# what a step is compiled again for, unless the application has handlers.
+# Without its own handler: Python then writes warnings and errors to stderr, such as why a step is
+# compiled again, unless the application has handlers.
 LOG = logging.getLogger("sp_compiler")
 VARIABLE = "SP_COMPILER_LOG"
 _LEVELS = ("debug", "info", "warning", "error")
@@ -22,7 +22,7 @@ def log_as_asked() -> None:
     An application that configures :mod:`logging` itself can use the logger ``sp_compiler`` instead.
 
     Raises:
-        ArgumentError: no such level.
+        ArgumentError: there is no such level.
     """
     level = os.environ.get(VARIABLE, "").lower()
     if not level:

@@ -1,7 +1,7 @@
-"""The names of the passes, and the record of what one of them did.
+"""The names of the passes, and the record of what a pass did.
 
 A pass takes the graphs that it rewrites and its options, and returns the result, or nothing if it
-works in place. It gets its report from :func:`report_of`, so that no report has to be passed down.
+works in place. It gets its report from :func:`report_of`, so that reports need not be passed down.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Pass(StrEnum):
     HALF_BATCHES = "half_batches"
     OUTLINE = "outline"
     SHARD = "shard"
-    # Twice: the sharded forward before it is differentiated, and what runs in the end.
+    # Runs twice: on the sharded forward before it is differentiated, and on the final graphs.
     CHECK = "check"
     FUSE_ATTENTION = "fuse_attention"
     JOINT = "joint"
@@ -53,7 +53,7 @@ class Pass(StrEnum):
     CODEGEN = "codegen"
 
     def __repr__(self) -> str:
-        return repr(self.value)  # as the names of the user's own passes, beside which it is shown
+        return repr(self.value)  # like the names of the user's passes, next to which it is shown
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Declined:
 
 @dataclass
 class PassReport:
-    """Effect of a pass on a model, summed over all graphs that it got.
+    """Effect of a pass on a model, summed over all its graphs.
 
     Attributes:
         name: name of the pass.
@@ -99,7 +99,7 @@ class PassReport:
             self.kinds[kind] = self.kinds.get(kind, 0) + count
 
     def decline(self, node: Node, reason: str) -> None:
-        """Record that ``node`` was a candidate and was not rewritten, with the reason."""
+        """Record that ``node`` was a candidate but was not rewritten, with the reason."""
         self.declined.append(Declined(node.name, reason, source_line(node)))
 
     def add(self, other: PassReport) -> None:
@@ -120,19 +120,19 @@ def report_lines(reports: Sequence[PassReport]) -> Iterator[str]:
             f"{report.name:<{width}}  {report.seconds:7.3f} s  {report.rewrites:5} rewrites  "
             f"{report.node_delta:+5} nodes"
         )
-        # A layer's candidates are declined in every layer: one line, with the first of them.
+        # A candidate is declined in every layer: one line, with the first of them.
         reasons = dict.fromkeys(item.reason for item in report.declined)
         for reason in reasons:
             items = [item for item in report.declined if item.reason == reason]
-            # By its line: the name of a node says nothing to who does not read the graph.
+            # By its source line, since the name of a node helps only those who read the graph.
             first = items[0].line or items[0].node
             where = f"first at {first}" if len(items) > 1 else first
             yield f"{'':{width}}  left {len(items)} x as it is: {reason} ({where})"
     if any(report.declined for report in reports):
-        yield "What a pass left as it is runs, and is right; it may take more time or memory."
+        yield "Parts that a pass left as they are run correctly, but may take more time or memory."
 
 
-# A context variable and no global: several threads may compile at the same time.
+# A context variable instead of a global: several threads may compile at the same time.
 _RUNNING: ContextVar[PassReport | None] = ContextVar("running", default=None)
 
 
@@ -149,7 +149,7 @@ def reporting(report: PassReport) -> Iterator[PassReport]:
 def report_of(name: str) -> PassReport:
     """Return the report of the pass ``name`` if the compiler runs it, else one that is discarded.
 
-    This lets a pass try out others: what those rewrite in a trial is not reported.
+    A pass can therefore try out other passes: their rewrites in a trial are not reported.
     """
     running = _RUNNING.get()
     return running if running is not None and running.name == name else PassReport(name)
@@ -164,7 +164,7 @@ def checked_passes(passes: Any) -> tuple[UserPass, ...]:
     """Return the user's passes.
 
     Raises:
-        ArgumentError: something else than a sequence of functions with names of their own.
+        ArgumentError: it is not a sequence of functions with distinct names.
     """
     if not isinstance(passes, (tuple, list)) or not all(map(callable, passes)):
         raise ArgumentError(
@@ -172,7 +172,7 @@ def checked_passes(passes: Any) -> tuple[UserPass, ...]:
         )
     names = [pass_name(each) for each in passes]
     for name in names:
-        # A name says which pass is meant in errors, stages and verifications.
+        # A name identifies the pass in errors, stages and verifications.
         if names.count(name) > 1 or name in list(Pass):
             other = "the compiler's own" if name in list(Pass) else "another one's"
             raise ArgumentError(f"passes: the name {name!r} is {other}; rename the function")

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 _TEXT = re.compile(r"^(?:([RIP])|([ST])\((\d+)(?:\|([\d,]+)(?:/(\d+))?)?\))$")
-# Apart from letters, dots and the % of nodes: a module or a value may well be called "S" or "P".
+# Not next to letters, dots or the % of nodes: a module or a value may be called "S" or "P".
 _PRINTED = re.compile(r"(?<![\w.%])(?:([RIP])(?![\w.(])|([ST])\(\d+(?:\|[\d,]+(?:(/)\d+)?)?\))")
 _MEANINGS = {
     "S": (
         "S(i)",
         "sharded: each rank has its part of dim i; S(i|a,b): a part of each segment a, b of it",
     ),
-    "/": ("S(i|a/n)", "of segment a each rank has as many of n units (heads) as any, or padding"),
+    "/": ("S(i|a/n)", "segment a of n units (heads), padded to the same number on every rank"),
     "P": ("P", "partial: the value is the sum over the ranks"),
     "R": ("R", "replicated: the same on every rank, while its gradient is partial"),
     "I": ("I", "invariant: the same on every rank, and its gradient too"),
@@ -39,9 +39,9 @@ class Placement:
             (only while solving; in the rewritten graph the local tensor is ``S(0)``).
         dim: non-negative dimension for ``"S"``, number of flattened dimensions for ``"T"``.
         segments: for ``"S"``: global sizes of the parts of ``dim`` (a fused q, k, v), each
-            sharded over all ranks; ``()`` when ``dim`` is one part. A segment whose units are
-            not divisible by the number of ranks is padded at its end: with zeros in parameters and
-            gradients, with arbitrary finite numbers in other values.
+            sharded over all ranks; ``()`` if ``dim`` is one part. A segment whose number of units
+            is not divisible by the number of ranks is padded at its end: with zeros in parameters
+            and gradients, with arbitrary finite numbers in other values.
         units: number of units in each segment, such as heads, which are not split between
             ranks; 0 if every element is a unit.
     """
@@ -58,8 +58,8 @@ class Placement:
         units = f"/{self.units}" if self.units else ""
         return f"{self.kind}({self.dim}{segments}{units})"
 
-    # Cached: nodes hold placements as text, which passes parse thousands of times; the number of
-    # different texts of a process is small.
+    # Cached: nodes hold placements as text, which passes parse thousands of times; a process has
+    # only a few distinct ones.
     @classmethod
     @functools.cache
     def parse(cls, text: str) -> Placement:
@@ -77,7 +77,7 @@ class Placement:
 
     @property
     def dual(self) -> Placement:
-        """Placement of the gradient of a value placed like this."""
+        """Placement of the gradient of a value with this placement."""
         return {"R": P, "P": R}.get(self.kind, self)
 
     @property
@@ -86,7 +86,7 @@ class Placement:
 
     @property
     def is_replicated(self) -> bool:
-        """Return whether all ranks hold the same numbers (R and I differ only in the gradient)."""
+        """Return whether all ranks hold the same values (R and I differ only in the gradient)."""
         return self.kind in ("R", "I")
 
     @property
@@ -96,7 +96,7 @@ class Placement:
 
     def padded_segments(self, world_size: int) -> tuple[int, ...]:
         """Return the sizes of the segments with their padding, over all ranks together."""
-        # Several segments without units are never padded: each of them has to divide.
+        # Several segments without units are never padded: each must be divisible.
         if len(self.segments) > 1 and not self.units:
             return self.segments
         return tuple(
@@ -110,15 +110,15 @@ class Placement:
 
     def padding(self, world_size: int) -> int:
         """Return the number of padding elements of ``dim``, over all ranks together."""
-        # Every collective of a step asks, of rows nearly all of them.
+        # A fast path, since every collective of a step asks, nearly always for rows.
         if not self.segments:
             return 0
         return sum(self.padded_segments(world_size)) - sum(self.segments)
 
     def is_copied_for_padding(self, world_size: int) -> bool:
-        """Return whether a parameter stored without padding is copied to get it.
+        """Return whether a parameter stored without padding is copied to add it.
 
-        Behind a whole part there is room for it (:mod:`sp_compiler.runtime.padding`).
+        Otherwise there is room for padding after the part (:mod:`sp_compiler.runtime.padding`).
         """
         return bool(self.padding(world_size)) and (self.dim > 0 or len(self.segments) > 1)
 
@@ -134,11 +134,11 @@ class Placement:
         """Return the shape of one rank's part of a global ``shape``; for "T", rows are rounded
         up."""
         if self.kind == "S":
-            # Each segment has to divide, not only their sum: every rank has a part of each.
+            # Each segment must be divisible, not only their sum: every rank has a part of each.
             parts = self.padded_segments(world_size) or (shape[self.dim],)
             if any(part % world_size for part in parts):
                 raise ValueError(
-                    f"{self} does not divide dim {self.dim} of {shape} by {world_size}"
+                    f"{self}: dim {self.dim} of {shape} is not divisible by {world_size}"
                 )
             size = sum(parts) // world_size
             return (*shape[: self.dim], size, *shape[self.dim + 1 :])
@@ -158,13 +158,13 @@ class Placement:
 
 
 class Segmentation(NamedTuple):
-    """Cut of a dim before it is sharded, see :class:`Placement`."""
+    """Division of a dim into segments before it is sharded, see :class:`Placement`."""
 
     sizes: tuple[int, ...]
     units: int = 0
 
     def is_padded(self, world_size: int) -> bool:
-        """Return whether the units of a segment do not divide by the number of ranks."""
+        """Return whether a segment's number of units is not divisible by the number of ranks."""
         return S(0, *self).padding(world_size) > 0
 
 
@@ -174,8 +174,8 @@ P = Placement("P")
 
 
 def S(dim: int, segments: tuple[int, ...] = (), units: int = 0) -> Placement:
-    """Placement of a value sharded on ``dim``, each of ``segments`` over all ranks."""
-    # One text for one layout: a single segment whose elements are the units needs no number.
+    """Return the placement of a value sharded on ``dim``, each of ``segments`` over all ranks."""
+    # Canonical: a single segment whose elements are the units needs no number of units.
     return Placement("S", dim, segments, 0 if segments == (units,) else units)
 
 
@@ -186,17 +186,17 @@ def shard_of(size: int, dim: int, world_size: int) -> Placement:
 
 
 def T(num_dims: int) -> Placement:
-    """Placement of the first ``num_dims`` dimensions flattened, padded and sharded."""
+    """Return the placement of the first ``num_dims`` dims flattened, padded and sharded."""
     return Placement("T", num_dims)
 
 
 def as_value(placement: Placement, world_size: int) -> Placement:
-    """Return the placement of the values regardless of gradients: R for I, padding included.
+    """Return the placement of the values regardless of gradients: R for I, including padding.
 
-    Padding counts as part of the value, so that no single segment and no units are left.
+    Padding counts as part of the value, so units and a single segment are dropped.
     """
     if placement.is_replicated:
-        return R  # R and I differ in the gradient only
+        return R  # R and I differ only in the gradient
     if placement.kind != "S" or not placement.segments:
         return placement
     padded = placement.padded_segments(world_size)
@@ -212,6 +212,6 @@ def legend_of(lines: Iterable[str]) -> list[str]:
     """Return lines to print below ``lines``: the meaning of the placements in them, if any."""
     matches = [match for line in lines for match in _PRINTED.finditer(line)]
     printed = {kind for match in matches for kind in match.groups() if kind}
-    # In the order of the meanings, whatever is printed first: one output reads like the next.
+    # Always in the order of the meanings, so that all outputs have the same form.
     explained = legend("".join(kind for kind in _MEANINGS if kind in printed))
     return ["", "Placements", *(f"  {line}" for line in explained)] if explained else []

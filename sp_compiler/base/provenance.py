@@ -1,4 +1,4 @@
-"""Origin of a node in the user's model: its layer, its module, its source line."""
+"""Origin of a node in the user's model: its layer, module and source line."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import NamedTuple
 from torch.fx import Node
 
 _INDEXED = re.compile(r"(^|\.)\d+$")
-# Behind the key of a call in ``nn_module_stack``, which nodes that replace others inherit.
+# Suffix of the key of a call in ``nn_module_stack``, which replacements of a node inherit.
 _UNLISTED = "@layer"
-# A frame of a stack trace: where, and the code there, if it is known. Not those in graphs of
-# Dynamo's: by their own name, for what a user types into IPython is in no file either.
+# A frame of a stack trace: its location, and the code there, if known. Frames in graphs of Dynamo
+# are excluded by their name; code that a user types into IPython is not in a file either.
 _FRAME = re.compile(r'File "(?!<eval_with_key>).*(?:\n(?! *File ").*)?')
 
 
@@ -21,9 +21,9 @@ class ModuleCall(NamedTuple):
     """One call of a module, as in ``nn_module_stack``.
 
     Attributes:
-        key: of no other call.
-        path: of the module in the model.
-        class_name: of the module, without the name of its Python module.
+        key: unique key of the call.
+        path: path of the module in the model.
+        class_name: class of the module, without the name of its Python module.
     """
 
     key: str
@@ -32,25 +32,25 @@ class ModuleCall(NamedTuple):
 
 
 OUTSIDE = ModuleCall("", "", "")
-"""Stands for what is in no layer."""
+"""Stands for nodes outside of layers."""
 
 
 def is_layer(path: str) -> bool:
-    """Return whether a module of this path is a layer, neither inside nor outside of layers."""
+    """Return whether a module of this path is itself a layer, not one inside of a layer."""
     *outside, last = path.split(".")
     return last.isdigit() and not any(map(str.isdigit, outside))
 
 
 def is_indexed(path: str) -> bool:
-    """Return whether the module of this path is one of a list."""
+    """Return whether the module of this path is an item of a list."""
     return _INDEXED.search(path) is not None
 
 
 def layer_of(node: Node) -> ModuleCall:
-    """Return the use of a layer that ``node`` was captured in, or :data:`OUTSIDE`.
+    """Return the call of the layer in which ``node`` was captured, or :data:`OUTSIDE`.
 
     A layer is the outermost module in an indexed container (a path ending in ``.N``), or, outside
-    of those, one that :func:`mark_as_layers` was told of.
+    of those, one that :func:`mark_as_layers` has marked.
     """
     return layer_among(module_calls(node)) or OUTSIDE
 
@@ -58,12 +58,11 @@ def layer_of(node: Node) -> ModuleCall:
 def layer_among(
     stack: Iterable[ModuleCall], unlisted: Collection[str] = frozenset()
 ) -> ModuleCall | None:
-    """Return the call of a layer among calls that are inside of each other, ``None`` if there is
-    none.
+    """Return the call of a layer among nested calls, ``None`` if there is none.
 
     Args:
-        stack: outermost first: a layer may hold indexed modules of its own, such as experts.
-        unlisted: paths of modules in no list that are layers besides those marked.
+        stack: outermost first, since a layer may contain indexed modules, such as experts.
+        unlisted: paths of modules outside of lists that are layers, in addition to those marked.
     """
     for call in stack:
         if call.class_name == "ParametrizationList":  # indexed, but its modules compute a weight
@@ -74,8 +73,8 @@ def layer_among(
 
 
 def mark_as_layers(node: Node, paths: Collection[str]) -> None:
-    """Let :func:`layer_of` take calls of modules with these paths for layers, also of the nodes
-    that will replace ``node``."""
+    """Mark calls of modules with these paths as layers for :func:`layer_of`, for ``node`` and for
+    the nodes that will replace it."""
     stack = node.meta["nn_module_stack"]
     node.meta["nn_module_stack"] = {
         f"{call.key.removesuffix(_UNLISTED)}{_UNLISTED}" if call.path in paths else key: entry
@@ -84,9 +83,9 @@ def mark_as_layers(node: Node, paths: Collection[str]) -> None:
 
 
 def module_calls(node: Node) -> Iterator[ModuleCall]:
-    """Yield the calls of modules that ``node`` was captured in, outermost first."""
+    """Yield the calls of modules in which ``node`` was captured, outermost first."""
     for key, (path, module_class) in (node.meta.get("nn_module_stack") or {}).items():
-        # torch.export writes the class as text, Dynamo as the class itself.
+        # torch.export stores the name of the class, Dynamo the class itself.
         name = module_class if isinstance(module_class, str) else module_class.__name__
         # "@1" marks the second call of a module that is called twice.
         yield ModuleCall(str(key), path.split("@")[0], name.rsplit(".", 1)[-1])
@@ -96,7 +95,7 @@ def node_origin(node: Node) -> str:
     """Return the module path and source line in the user's model of ``node``, for error
     messages."""
     path = module_path(node)
-    # The innermost frame of the user's: torch.cond traces a graph of Dynamo's.
+    # The innermost user frame: torch.cond traces a graph of Dynamo.
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     line = "\n    ".join(part.strip() for part in frames[-1].splitlines()) if frames else ""
     return f"  module: {path or '(model)'}\n    {line}".rstrip()
@@ -105,11 +104,11 @@ def node_origin(node: Node) -> str:
 def source_line(node: Node) -> str:
     """Return the line of the user's model for ``node``, as "file.py:12 code"; "" if unknown.
 
-    The innermost frame that is not PyTorch's own.
+    It is the line of the innermost frame outside of PyTorch.
     """
     trace = node.meta.get("stack_trace") or ""
     frames = re.findall(r'File "(.+)", line (\d+), in .*\n\s*(.*)', trace)
-    # The model may end in a function of torch, such as F.linear; its caller is what a user knows.
+    # The innermost frame may be a function of torch, such as F.linear; a user knows its caller.
     users = [frame for frame in frames if f"{os.sep}torch{os.sep}" not in frame[0]]
     if not frames:
         return ""
@@ -118,7 +117,7 @@ def source_line(node: Node) -> str:
 
 
 def module_path(node: Node) -> str:
-    """Dotted path of the innermost module of the user's model that produced ``node``; "" at top."""
+    """Return the path of the innermost module of the model that made ``node``; "" for the model."""
     stack = node.meta.get("nn_module_stack") or {}
     path = ""
     for entry in stack.values():  # outermost first

@@ -1,8 +1,8 @@
 """The only place that prints arbitrary text into Python source.
 
-Names of modules, parameters and classes, and string arguments of operators are data: whatever they
-contain, a docstring remains one docstring, a comment ends with its line, and a literal evaluates to
-its original value. Every function here returns text that is safe by construction, and generated
+Names of modules, parameters and classes, and string arguments of operators are data. Whatever they
+contain, a docstring stays a single docstring, a comment ends with its line, and a literal evaluates
+to its original value. Every function here returns text that is safe by construction, and generated
 code is assembled only from such text.
 """
 
@@ -14,18 +14,18 @@ import re
 from collections.abc import Iterable
 
 _QUOTED = '\\"'
-# Soft keywords (match, type) and builtins are legal names, but a reader takes them for something
-# else, and generated code may call the builtin.
+# Soft keywords (match, type) and builtins are legal names, but would confuse a reader, and
+# generated code may call the builtin.
 _RESERVED = frozenset({*keyword.kwlist, *keyword.softkwlist, *dir(builtins)})
 
 
 def identifier(name: str, taken: Iterable[str] = ()) -> str:
-    """Return a Python identifier similar to ``name``: no keyword, no builtin, and not in ``taken``.
+    """Return a Python identifier like ``name`` that is not a keyword, a builtin or in ``taken``.
 
     ASCII only: Python normalizes other letters, which could make two names equal.
     """
     text = re.sub(r"[^0-9A-Za-z_]+", "_", name)
-    if not text.strip("_"):  # nothing that can be read is left, as of a name in another script
+    if not text.strip("_"):  # nothing readable is left, for example of a name in another script
         text = "value"
     if text[0].isdigit():
         text = f"_{text}"
@@ -39,7 +39,7 @@ def comment(text: str) -> str:
 
 def docstring(lines: Iterable[str]) -> list[str]:
     """Return the lines of a docstring, including quotes."""
-    # Quotes are escaped one by one: three of them would end it, and one at its end makes four.
+    # Every quote is escaped: three would end the docstring, and one at its end would make four.
     first, *rest = (_printable(line, _QUOTED) for line in lines)
     return [f'"""{first}', *rest, '"""'] if rest else [f'"""{first}"""']
 
@@ -51,7 +51,7 @@ def string(text: str) -> str:
 
 def _printable(text: str, escaped: str = "") -> str:
     """Escape line ends and unprintable characters of ``text``, and those in ``escaped``."""
-    # Unprintable includes what turns the reading direction: source must read as it runs.
+    # Unprintable includes characters that change the reading direction, which could hide code.
     return "".join(
         f"\\{char}" if char in escaped else char if char.isprintable() else _escape(char)
         for char in str(text)

@@ -12,7 +12,7 @@ from sp_compiler.base.placement import Placement
 
 
 def local_part(full: Tensor, placement: Placement, rank: int, world_size: int) -> Tensor:
-    """Copy the part of ``full`` that ``rank`` holds, padding included.
+    """Copy the part of ``full`` that ``rank`` holds, including padding.
 
     Raises:
         ValueError: a dim or a segment is not divisible by ``world_size``.
@@ -23,7 +23,7 @@ def local_part(full: Tensor, placement: Placement, rank: int, world_size: int) -
         # Any summands would do; with these the sum is bitwise equal to ``full``.
         return full.clone() if rank == 0 else torch.zeros_like(full)
     dim = placement.dim
-    # For its error alone: ``chunk`` would quietly make parts of several sizes.
+    # Only for its error: ``chunk`` would silently make parts of different sizes.
     placement.local_shape(tuple(full.shape), world_size)
     full = padded(full, placement, world_size)
     segments = placement.padded_segments(world_size) or (full.shape[dim],)
@@ -75,7 +75,7 @@ def enlarged(x: Tensor, dim: int, size: int) -> Tensor:
 
 
 def without_padding(full: Tensor, placement: Placement, world_size: int) -> Tensor:
-    """Invert :func:`padded`; the result is a view where there is a single segment."""
+    """Invert :func:`padded`; the result is a view if there is a single segment."""
     if not placement.padding(world_size):
         return full
     return first_of_each(
@@ -84,13 +84,13 @@ def without_padding(full: Tensor, placement: Placement, world_size: int) -> Tens
 
 
 def first_of_each(x: Tensor, dim: int, sizes: Sequence[int], kept: Sequence[int]) -> Tensor:
-    """The first ``kept[i]`` elements of the part ``i`` of ``dim``, whose parts have ``sizes``."""
+    """Return the first ``kept[i]`` elements of each part ``i`` of ``dim``; parts have ``sizes``."""
     parts = first_pieces(x, dim, sizes, kept)
     return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
 
 
 def first_pieces(x: Tensor, dim: int, sizes: Sequence[int], kept: Sequence[int]) -> list[Tensor]:
-    """The parts of :func:`first_of_each`, as views."""
+    """Return the parts of :func:`first_of_each`, as views."""
     return [
         part.narrow(dim, 0, count) for part, count in zip(x.split(sizes, dim), kept, strict=True)
     ]
@@ -103,11 +103,11 @@ def _check_equal(first: Tensor, other: Tensor, rank: int) -> None:
             f"rank {rank}"
         )
     if not torch.equal(first, other):
-        # NaN at the same places is no difference between ranks: whoever checks the numbers reports
-        # that they are NaN, and a missing conversion must not be blamed for it.
+        # NaN at the same positions is not a difference between ranks. Comparisons of values report
+        # NaN; a missing conversion must not be blamed for it.
         if ((first == other) | (first.isnan() & other.isnan())).all():
             return
-        # Not in their own type: bools have no difference, and that of unsigned numbers wraps.
+        # Not in their own dtype: bools cannot be subtracted, and unsigned integers wrap.
         wide = torch.complex128 if first.is_complex() else torch.float64
         spread = (first.to(wide) - other.to(wide)).abs().max().item()
         raise RankMismatchError(

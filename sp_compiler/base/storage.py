@@ -1,5 +1,5 @@
-"""The memory behind a tensor: as plain data, the unit of liveness and of the memory solvers; and
-which views share elements of it."""
+"""Storages of tensors: as plain data, the unit of liveness and of the memory solvers; and which
+views share elements of a storage."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Storage:
 
 
 class ResultsThatShareMemory(torch.autograd.Function):
-    """Returns tensors as views that cannot be changed in place; the error has this name."""
+    """Returns tensors as views that cannot be changed in place; the error shows this name."""
 
     @staticmethod
     def forward(ctx: Any, *results: Tensor) -> tuple[Tensor, ...]:
@@ -34,10 +34,10 @@ class ResultsThatShareMemory(torch.autograd.Function):
 
 
 def guarded(results: Sequence[Any]) -> list[Any]:
-    """Return a model's results, of which those that share elements cannot be changed in place.
+    """Return a model's results; those that share elements cannot be changed in place.
 
-    Autograd refuses to change views that one function returns. It does not know that other results
-    share memory: of a change of one, the gradient would be missing in the others.
+    Autograd refuses in-place changes of views that one function returns. It does not know that
+    other results share memory: the gradient of a change of one would be missing in the others.
     """
     recorded = {id(x): x for x in results if isinstance(x, Tensor) and x.grad_fn is not None}
     shared = sharing_elements(recorded.values())
@@ -49,7 +49,7 @@ def guarded(results: Sequence[Any]) -> list[Any]:
 
 
 def sharing_elements(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return those of ``tensors`` that have an element in common with another one."""
+    """Return those of ``tensors`` that share an element with another one."""
     by_storage: dict[int, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         if tensor.layout == torch.strided:
@@ -63,10 +63,11 @@ def sharing_elements(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def share_elements(first: Tensor, second: Tensor) -> bool:
-    """Return whether two tensors have an element in common.
+    """Return whether two tensors share an element.
 
-    If strides or sizes of an element differ, a tensor counts up to its last element. Parts of one
-    storage, such as gradients of fused linears, have none.
+    If their strides or element sizes differ, this is an overestimate: each counts with its entire
+    range from the first to the last element. Separate parts of one storage, such as gradients of
+    fused linears, share none.
     """
     if first.layout != torch.strided or second.layout != torch.strided:  # has no storage
         return False
@@ -75,7 +76,7 @@ def share_elements(first: Tensor, second: Tensor) -> bool:
     if not first.numel() or not second.numel():
         return False
     (start, stop), (other_start, other_stop) = map(extent, (first, second))
-    # Views may have other elements than their base, such as parts of complex numbers.
+    # Elements of a view may differ from those of its base, such as parts of complex numbers.
     size, other_size = first.dtype.itemsize, second.dtype.itemsize
     if start * size >= other_stop * other_size or other_start * other_size >= stop * size:
         return False
@@ -98,7 +99,7 @@ def extent(tensor: Tensor) -> tuple[int, int]:
 
 
 def _is_reached(gap: int, steps: Sequence[tuple[int, int, int]]) -> bool:
-    """Whether ``gap`` is a sum of multiples of strides, each from minus ``down`` to ``up`` times.
+    """Return whether ``gap`` is a sum of strides, each taken from minus ``down`` to ``up`` times.
 
     ``steps``: (stride, up, down), the largest stride first.
     """

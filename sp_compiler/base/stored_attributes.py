@@ -1,7 +1,7 @@
-"""Values that a forward leaves in attributes of the model's modules, for the caller to read.
+"""Values that a forward stores in attributes of the model's modules, for the caller to read.
 
 ``self.aux_loss = ...`` is an output that is not returned. A program returns such tensors after the
-model's own outputs, and its caller stores them where eager code would have.
+model's own outputs, and its caller stores them where eager code would.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Result:
 
 @dataclass(frozen=True)
 class Stored:
-    """Value that the forward leaves in an attribute.
+    """Value that the forward stores in an attribute.
 
     Attributes:
-        path: of the module, "" for the model itself.
-        name: of the attribute.
+        path: path of the module, "" for the model itself.
+        name: name of the attribute.
         how: the value replaces the attribute ("set"); its items extend a list ("append"), update a
             dict ("update"), or replace all items ("refill"); it is added to a number ("add").
-            "decide" is "set" in a program that is valid for one earlier value only.
+            "decide" is "set" in a program that is valid only for one earlier value.
         leaves: leaves of the value: numbers and text, and a :class:`Result` per tensor.
         spec: pytree structure of the value.
     """
@@ -65,7 +65,7 @@ class Stored:
         if self.how == "append":
             value = value[len(value) - self.spec.num_children :]
         elif self.how == "update":
-            # In the order in which the program has them.
+            # In the order of the program.
             keys = tree_unflatten(list(self.leaves), self.spec)
             value = {key: value[key] for key in keys}
         for leaf, known in zip(tree_leaves(value), self.leaves, strict=True):

@@ -13,13 +13,13 @@ _TEXT = re.compile(r"(\d+(?:\.\d+)?|\.\d+) ?([A-Za-z]+)")
 
 
 def parse_bytes(name: str, size: object) -> int:
-    """Bytes of ``size``, an int or text such as ``"12GiB"``.
+    """Return the number of bytes of ``size``, an int or text such as ``"12GiB"``.
 
     Args:
-        name: of the argument, for errors.
+        name: name of the argument, for errors.
 
     Raises:
-        ArgumentError: anything else, or less than one byte.
+        ArgumentError: ``size`` is anything else, or less than one byte.
     """
     num_bytes: object = size
     advice = ""
@@ -27,9 +27,9 @@ def parse_bytes(name: str, size: object) -> int:
         number, unit = match.groups()
         num_bytes = int(float(number) * 1024 ** UNITS.index(unit)) if unit in UNITS else None
         advice = _unit_advice(number, unit)
-    # A bool is an int to Python: ``memory_budget=True`` would be one byte.
+    # A bool is an int in Python: ``memory_budget=True`` would be one byte.
     if isinstance(num_bytes, bool) or not isinstance(num_bytes, int) or num_bytes < 1:
-        # Text of digits alone may be meant in any unit.
+        # Text of only digits may be meant in any unit.
         form = "with a unit" if isinstance(size, str) else "of bytes as an int, or text"
         raise ArgumentError(
             f"{name}={size!r}: expected a positive number {form}, such as "
@@ -39,12 +39,12 @@ def parse_bytes(name: str, size: object) -> int:
 
 
 def _unit_advice(number: str, unit: str) -> str:
-    """Return what a unit that is none of ours may have meant."""
-    # Not accepted: to those who count bits, "Gib" is an eighth of a GiB.
+    """Return a suggestion for an unknown unit."""
+    # Not accepted, since "Gib" may mean gibibits, an eighth of a GiB.
     meant = [each for each in UNITS if each.lower() == unit.lower() and each != unit]
     if meant:
         return f'; did you mean "{number}{meant[0]}"?'
-    # "80GB" means 80 GiB to some and 74.5 GiB to others, and the difference is out of memory.
+    # "80GB" means 80 GiB to some and 74.5 GiB to others, enough to run out of memory.
     is_decimal = re.fullmatch("[KMGT]B?", unit, re.IGNORECASE)
     prefix = unit[0].upper()
     return f" (1 {prefix}iB is 1024-based; {unit} could mean either)" if is_decimal else ""
@@ -63,5 +63,5 @@ def time_text(time_us: float) -> str:
     for unit, size_us in (("s", 1e6), ("ms", 1e3)):
         if abs(time_us) >= size_us:
             return f"{time_us / size_us:.1f} {unit}"
-    # + 0.0: -0.04 would be shown as -0.0.
+    # + 0.0, so that -0.04 is not shown as -0.0.
     return f"{round(time_us, 1) + 0.0:.1f} us"

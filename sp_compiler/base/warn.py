@@ -12,16 +12,16 @@ from types import FrameType
 
 import torch
 
-# Folders whose frames are never the user's own code: PyTorch's and this package's. Without symbolic
-# links, through which environments are often reached: compare what os.path.realpath returns.
+# Folders whose frames are never user code: PyTorch's and this package's. They are real paths, since
+# environments are often reached through symbolic links: compare results of os.path.realpath.
 _LIBRARY_FOLDERS = tuple(
     os.path.dirname(os.path.realpath(str(module.__file__))) + os.sep
     for module in (torch, sys.modules[__name__.partition(".")[0]])
 )
-# And contextlib's, whose frames stand between ours wherever a decorator is a context manager.
+# And contextlib's, whose frames are between ours where a decorator is a context manager.
 _SKIPPED = (*_LIBRARY_FOLDERS, os.path.realpath(str(contextlib.__file__)))
 
-# A capture asks for the same few files thousands of times, and each answer reads the disk.
+# Cached: a capture asks for the same few files thousands of times, and realpath reads the disk.
 _real_path = functools.lru_cache(maxsize=1024)(os.path.realpath)
 
 
@@ -35,12 +35,12 @@ def warn(message: str) -> None:
 
 
 def in_library(filename: str) -> bool:
-    """Whether this is a file of PyTorch's or this package's."""
+    """Return whether this is a file of PyTorch or of this package."""
     return _real_path(filename).startswith(_LIBRARY_FOLDERS)
 
 
 def is_library(filename: str) -> bool:
-    """Whether a line of this file is never the user's own: PyTorch's, this package's, generated."""
+    """Return whether this file is not user code: of PyTorch, of this package, or generated."""
     # "<eval_with_key>", "<string>": generated code, which is ours or PyTorch's.
     return filename.startswith("<") or _real_path(filename).startswith(_SKIPPED)
 

@@ -147,7 +147,7 @@ class Snapshot:
 
 
 class Stages(dict[str, Snapshot]):
-    """Graphs after each pass, by name, in order; two stages have another public name.
+    """Graphs after each pass, by name, in order; two stages have a second public name.
 
     ``"capture"`` is the captured model as regions, before sharding; ``"final"`` is one rank's
     program with tags for recomputation.

@@ -45,7 +45,7 @@ from sp_compiler.trace.export import input_names
 
 
 def executor_for(state: ModuleState, leaves: list[Any], structure: pytree.TreeSpec) -> Executor:
-    """Return the program for these flattened inputs, compiled if necessary, on all ranks alike."""
+    """Return the program for these flattened inputs, compiled on all ranks if necessary."""
     parameters = state.parameters.current()
     refuse_other_parameters(state.parameters, parameters, divided=state.group.mesh is not None)
     refuse_untied(state.parameters, state.ties)
@@ -58,16 +58,16 @@ def executor_for(state: ModuleState, leaves: list[Any], structure: pytree.TreeSp
         {owner: dtype for owner, (dtype, _) in state.computed_as().items()},
         loss_only=state.loss_only,
     )
-    # The object itself, which knows its hash: most calls are like the one before.
+    # An equal key is the same object, whose hash is cached: most calls are like the previous one.
     key = state.latest_key = state.latest_key if key == state.latest_key else key
-    # A model may branch on numbers in its inputs: what it decided then is part of the key now.
+    # A model may branch on values of its inputs: these decisions are part of the key.
     key = state.programs.decided(key, leaves, state.buffers)
     executor = state.programs.get(key, leaves)
 
     def names() -> list[str]:
         return input_names(state.root, *pytree.tree_unflatten(leaves, structure))
 
-    # Names are made only where ranks disagree: to bind arguments takes its time in every call.
+    # Names are made only if ranks disagree, since binding arguments takes time in every call.
     hooks = state.layout.hooks()
     state.agreement.begin_call(key, leaves, names, compiled=executor is not None, hooks=hooks)
     if executor is None:
@@ -81,10 +81,10 @@ def _add_program(
 ) -> Executor:
     """Compile for a call that has no program, and put the program into the cache."""
     refuse_no_parameters(state.parameters)
-    # Parameters that are placed under inference_mode could never be trained.
+    # Parameters placed under inference_mode could never be trained.
     with callers_modes_kept(), torch.inference_mode(False), without_saved_tensor_hooks():
         args, kwargs = pytree.tree_unflatten(leaves, structure)
-        # Before the capture, whose error would be about code of torch.export.
+        # Before the capture, which would raise an error from inside torch.export.
         bound = state.original.bound_arguments(args, kwargs)
         arguments = {name: argument_text(value) for name, value in bound.items()}
         open_dims = state.programs.opens(key, leaves)
@@ -94,14 +94,14 @@ def _add_program(
         try:
             executor = _compile(state, leaves, structure, open_dims)
         except CaptureError as error:
-            # A buffer left on meta beside loaded weights: the capture sees two devices.
+            # If only buffers are still on meta, the capture sees two devices.
             missing = state.without_data()
             if missing and set(missing).isdisjoint(state.parameters):
                 raise ArgumentError(_no_data(missing, state)) from error
             known = state.original.argument_names
             about = about_arguments(error, arguments, state.compiled_for[0], known)
             raise about from error.__cause__
-        # Also those that no compilation has read before.
+        # Includes attributes that no compilation has read before.
         key = replace(key, attributes=state.layout.attributes.key())
         state.compiled_for = arguments, key
     if not _is_other_rank():
@@ -109,7 +109,7 @@ def _add_program(
         state.programs.warn_of_sizes(key, leaves, inputs)
     program = executor.compiled.program
     key = replace(key, decisions=tuple(map(str, program.decisions)))
-    # Nobody knew before what the forward reads.
+    # Only now it is known what the forward reads.
     state.agreement.require_equal("has compiled", key.parts())
     state.programs.put(key, executor, program.sizes, program.decisions)
     return executor
@@ -123,8 +123,8 @@ def _say_compiled_again(
     *,
     padded: bool,
 ) -> None:
-    """Say, on rank 0, what a module that ran before is compiled again for: it takes seconds, or
-    minutes, inside a training step.
+    """Log on rank 0 why a module is compiled again, since that takes seconds or minutes inside a
+    training step.
 
     ``padded``: whether padding to one size would avoid it.
     """
@@ -162,20 +162,21 @@ def shard_over_data(state: ModuleState) -> None:
             "fully_shard replaces them; pass example_inputs to sp_compiler.compile (or call the "
             "module once), and create the optimizer afterwards"
         )
-    # Taken out first, so that whatever this calls finds it done.
+    # Cleared first, so that nested calls do not apply it again.
     options, state.fsdp_options = state.fsdp_options, None
     try:
         compiled = state.compiled("data parallelism")
         apply_data_parallelism(state.root, compiled, state.group, options)
     except BaseException:
-        state.fsdp_options = options  # later calls would reduce no gradients over the data axes
+        state.fsdp_options = options  # or later calls would not reduce gradients over data axes
         raise
 
 
 def run(state: ModuleState, executor: Executor, leaves: list[Any]) -> Any:
     """Run one forward; return the model's own output type."""
     if executor.compiled.kernels:
-        # Not with the program: a plan needs none, and a module may be moved before it runs.
+        # Not when the program is compiled: a plan needs no kernels, and a module may be moved
+        # before it runs.
         compile_kernels(state.agreement, executor.compiled)
     seed = forward_seed(state.group, state.device()) if executor.needs_seed else None
     if state.steps is None:
@@ -183,13 +184,13 @@ def run(state: ModuleState, executor: Executor, leaves: list[Any]) -> Any:
     else:
         hooks = state.layout.hooks()
         execution = state.steps.run(executor, state.latest_key, leaves, seed, state.device(), hooks)
-    # Most models have none, and to enter no_grad takes as long as a small kernel.
+    # Most models have none, and entering no_grad takes as long as a small kernel.
     with torch.no_grad() if execution.mutated_buffers else nullcontext():
         for name, value in execution.mutated_buffers.items():
-            # In place, for the user's code and copies of the tree hold this very tensor.
+            # In place, since the user's code and copies of the tree refer to this tensor.
             state.buffers[name].copy_(value)
     if state.agreement.every_call:
-        state.agreement.settle()  # where the program had no collective to do it before
+        state.agreement.settle()  # if no collective of the program has done it before
     return user_outputs(executor.compiled, execution, state.group, state.modules)
 
 
@@ -201,7 +202,7 @@ def _no_data(missing: Sequence[str], state: ModuleState) -> str:
         for path, _, own in [name.rpartition(".")]
         if own in state.modules[path]._non_persistent_buffers_set
     ]
-    # Whoever has loaded the weights would load them again in vain.
+    # Loading weights would not help.
     if in_no_file == list(missing):
         others = f", and so for {', '.join(missing[1:4])}" if missing[1:] else ""
         return (
@@ -221,15 +222,15 @@ def require_data(state: ModuleState) -> None:
     """Raise an error while a parameter or a buffer is on the meta device.
 
     Raises:
-        ArgumentError: with the name of the first of them.
+        ArgumentError: names the first of them.
     """
-    # Every call asks, and what has data keeps it.
+    # Checked in every call; tensors that have data keep it.
     if state.has_data:
         return
     if missing := state.without_data():
         raise ArgumentError(_no_data(missing, state))
     state.has_data = True
-    # What was on meta when it was placed. Parts of a sharded one have nothing to be compared with.
+    # Compares tensors that were on meta when they were placed. Sharded ones differ on the ranks.
     unsharded = {
         name: value
         for name, value in state.parameters.items()
@@ -242,7 +243,7 @@ def _compare(state: ModuleState, tensors: Mapping[str, Mapping[str, Tensor]]) ->
     """Compare tensors over the ranks, by kind and name, before they are sharded; each tensor once.
 
     Raises:
-        RankMismatchError: naming the tensors that differ.
+        RankMismatchError: names the tensors that differ.
     """
     if state.group.board is None:
         return
@@ -260,7 +261,7 @@ def _compare(state: ModuleState, tensors: Mapping[str, Mapping[str, Tensor]]) ->
         partial(broadcast, group=state.group),
         broadcasts=state.initial_weights == "broadcast",
     )
-    # What is on meta is compared later, once it has numbers.
+    # Tensors on meta are compared later, once they have data.
     state.compared.update(name for name, value in fresh.items() if not value.is_meta)
 
 
@@ -271,7 +272,7 @@ def _compare_over_data(state: ModuleState, placements: Mapping[str, Placement]) 
     placements would be averaged regardless.
 
     Raises:
-        RankMismatchError: with the tensors that differ, or the parameters whose placements differ.
+        RankMismatchError: names the tensors that differ, or parameters whose placements differ.
     """
     if not state.group.data_boards:
         return
@@ -311,7 +312,7 @@ def _compile(
     blocks = frozenset(call.path for call in compiled.program.calls if call.path)
     # Blocks of any program stay: hooks on them run at least in its calls.
     state.layout.blocks = blocks | (state.layout.blocks or frozenset())
-    # Hooks could be put anywhere until now, for nobody knew what would be a block.
+    # Until now hooks could be registered anywhere, since the blocks were unknown.
     for module in state.root.modules():
         if isinstance(module, MirrorModule):
             module.require_runnable_hooks()
@@ -319,7 +320,7 @@ def _compile(
 
 
 def _note_attributes(state: ModuleState, reads: AttributeReads, compiled: CompiledProgram) -> None:
-    """Make what a compilation read of the model's modules part of the keys of calls."""
+    """Add the attributes that a compilation has read to the keys of calls."""
     # By the mirror's paths, under which the user sets attributes: a module may have several.
     mirrors = [m for m in state.root.modules() if isinstance(m, MirrorModule)]
     attributes = state.layout.attributes
@@ -330,7 +331,7 @@ def _note_attributes(state: ModuleState, reads: AttributeReads, compiled: Compil
 
 def _refuse_other_parallelism(state: ModuleState) -> None:
     """Raise an error if ``fully_shard`` has sharded parameters that are not placed yet."""
-    # By its class: in this very call its hooks have put unsharded parameters back for a while.
+    # Found by its class: its hooks have temporarily restored unsharded parameters in this call.
     if any(isinstance(module, FSDPModule) for module in state.root.modules()):
         raise ArgumentError(
             "fully_shard was applied before the parameters were placed over the tensor-parallel "
@@ -340,8 +341,7 @@ def _refuse_other_parallelism(state: ModuleState) -> None:
 
 
 def _refuse_empty(state: ModuleState, leaves: list[Any], names: list[str]) -> None:
-    """Raise an error for an empty batch as the first one, for which no parameter would be
-    sharded."""
+    """Raise an error if the first batch is empty: no parameter would be sharded for it."""
     tensors = [(n, v) for n, v in zip(names, leaves, strict=True) if isinstance(v, Tensor)]
     if state.group.world_size == 1 or any(value.numel() for _, value in tensors):
         return
@@ -362,19 +362,20 @@ def _place(
     """
     fixed = dict(state.fixed or {})
     parameters = state.parameters
-    # A program for another path through the model may read parameters that no other one did.
+    # A program for another path through the model may be the first to read some parameters.
     fresh = [name for name in placements if name not in fixed]
-    # Afterwards each rank has a part, and different ones would be trained as one mixture.
+    # Compared before each rank has only a part: parts of different weights would go unnoticed.
     if state.fixed is None:
-        # Only now: later compilations are not the same ones on ranks that read different data.
+        # Only the first time: ranks with different data may later compile different programs.
         _compare_over_data(state, placements)
-    # At first also what this program does not use: FSDP2 shards it, and checkpoints have it.
+    # At first also parameters that this program does not use: FSDP2 shards them, checkpoints have
+    # them.
     compared = list(parameters) if state.fixed is None else fresh
     _compare(state, {"parameter": {n: parameters[n] for n in compared}, "buffer": state.buffers})
     for name, kept in (state.kept_placements() or {}).items():
         if placements.get(name, kept) != kept:
             raise ArgumentError(
-                f"parameter {name!r} is stored {kept}, and was compiled as {placements[name]}"
+                f"parameter {name!r} is stored as {kept}, but was compiled as {placements[name]}"
             )
     placed = {id(parameters[name]): placements[name] for name in fresh}
     for name in fresh:
@@ -387,13 +388,13 @@ def _place(
             parameters.replace(other, part)
         placed[id(part)] = placements[name]
     place_optimizer_state([parameters[name] for name in fresh], placed, state.group)
-    # Programs know a tied parameter by one name; checkpoints ask for it by all of them.
+    # Programs use one name of a tied parameter, checkpoints all of them.
     state.layout.placements.update(
         (name, placed[id(parameter)])
         for name, parameter in parameters.items()
         if id(parameter) in placed
     )
-    # Last: a refusal above leaves the module as it was, to be given back.
+    # Last, so that after an error above the parameters can still be given back.
     fixed.update(placements)
     state.fixed = fixed
     state.ties |= {tuple(names) for names in tied_names(parameters)}

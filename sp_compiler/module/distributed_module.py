@@ -40,16 +40,16 @@ _NO_CALL = (
 _NO_DDP = (
     "DistributedDataParallel (also accelerate.prepare(model) and transformers.Trainer, "
     "which use it) would average over ranks that hold different parts of this model, and "
-    "give each of them other data. Train it in a loop of your own with the same batch on "
-    "every rank, give accelerate.prepare the optimizer and the scheduler only; over more "
-    "ranks pass compile a mesh with an axis dp_replicate (as DistributedDataParallel does) "
-    "or dp_shard beside tp"
+    "give them different data. Train it in your own loop with the same batch on every rank, and "
+    "pass only the optimizer and the scheduler to accelerate.prepare; for data parallelism, pass "
+    "compile a mesh with an axis dp_replicate (as DistributedDataParallel does) or dp_shard in "
+    "addition to tp"
 )
 
 
 @contextlib.contextmanager
 def given_back_on_failure(module: DistributedModule) -> Iterator[None]:
-    """Context whose failure gives the parameters back to the model, unless they are placed."""
+    """Context that on failure returns the parameters to the model, unless they are placed."""
     try:
         yield
     except Exception:
@@ -62,20 +62,21 @@ class DistributedModule(Inspection, Weights):
     """A tensor-parallel model, called like the original and with the same parameter names.
 
     Parameters are DTensors over the axis "tp" (plain parameters on one rank). They are replicated
-    until the first call or :meth:`prepare`, which decides their placements for good and shards them
-    in place. Every rank of the group must call the module with the same inputs.
+    until the first call or :meth:`prepare`, which fixes their placements and shards them in place.
+    Every rank of the group must call the module with the same inputs.
 
     Args:
         model: the original, which is taken over: this module gets its storages, and the model can
             no longer be called.
-        group: the ranks that the module runs on.
+        group: the ranks on which the module runs.
         build: ``build(model, args, kwargs, fixed_placements, open_dims)`` compiles for these
             inputs. ``model`` can be captured then, but its parameters have no data.
             ``fixed_placements`` are the placements that parameters already have, ``None`` the first
-            time; ``open_dims`` says whether sizes should be left open, because others came before.
-            Input leaves are numbered as by :func:`sp_compiler.trace.export.flatten_inputs`.
-        options: options of ``build`` by name; every rank must have the same.
-        initial_weights: "compare" weights over the ranks at the first use, or "broadcast" rank 0's.
+            time; ``open_dims`` says whether to leave sizes open, because earlier calls had other
+            sizes. Input leaves are numbered as by :func:`sp_compiler.trace.export.flatten_inputs`.
+        options: options of ``build`` by name; they must be the same on every rank.
+        initial_weights: "compare" the weights of the ranks at the first use, or "broadcast" rank
+            0's.
         fsdp: options for FSDP2, which is applied once parameters are placed; ``None`` leaves FSDP2
             to the user.
         cuda_graphs: whether steps are recorded and replayed.
@@ -95,7 +96,7 @@ class DistributedModule(Inspection, Weights):
         fsdp: Mapping[str, Any] | None = None,
         cuda_graphs: bool = False,
     ) -> None:
-        # Everything that may refuse comes before the first storage changes hands.
+        # All checks come before the first storage is taken over.
         check_not_taken(model)
         if group.mesh is not None:
             check_memory_apart(model)
@@ -113,32 +114,32 @@ class DistributedModule(Inspection, Weights):
         self._attach(state)
 
     def _attach(self, state: ModuleState) -> None:
-        # Past the __setattr__ that sets attributes on the model.
+        # Not by __setattr__, which sets attributes on the model.
         self.__dict__["_sp_state"] = state
         if state.group.mesh is not None:
             show_true_state(self)
 
-    @torch.compiler.disable(  # one opaque call: torch.compile has nothing to gain inside
+    @torch.compiler.disable(  # one opaque call: torch.compile could not improve the inside
         reason="a module of sp_compiler runs code that is compiled already"
     )
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call :meth:`forward` and the hooks; an error on this rank raises on all ranks."""
+        """Call :meth:`forward` and the hooks; an error on this rank is raised on all ranks."""
         if torch.compiler.is_exporting():
-            with COMPILING:  # or it is the capture of another thread
+            with COMPILING:  # otherwise it may be the capture of another thread
                 if torch.compiler.is_exporting():
                     raise UnsupportedError(_NO_EXPORT)
         if not self._sp_state.layout.calls_root:
             raise UnsupportedError(_NO_CALL)
         if self._sp_state.fsdp_options is not None:
-            # Before this very call, whose hooks are FSDP's then.
+            # Before this call, so that FSDP's hooks run in it.
             self.prepare(*args, **kwargs)
         group, over_data = self._sp_state.group, self._sp_state.waits_over_data
         for board in group.boards(over_data=over_data):
-            # Where no call recorded a graph there is no backward whose errors concern the group.
+            # If no call has recorded a graph, no backward can have errors that concern the group.
             board.trains |= torch.is_grad_enabled()
         with group.reporting(over_data=over_data):
             self._sp_state.fsdp.warn_of_left_out()
-            # Before FSDP's hooks, and where all ranks can go on.
+            # Before FSDP's hooks, and at a point where all ranks can continue.
             self._sp_state.fsdp.refuse_nested_backward()
             self._sp_state.fsdp.end_failed_backward()
             self._sp_state.fsdp.free_gathered()
@@ -151,7 +152,7 @@ class DistributedModule(Inspection, Weights):
         """Return the model's output, on every rank.
 
         Raises:
-            ArgumentError: arguments that the model's forward does not take, or the parameters have
+            ArgumentError: the model's forward does not take these arguments, or the parameters have
                 no data yet.
             CaptureError: the model's forward fails, or its control flow depends on parameters or
                 activations.
@@ -177,37 +178,38 @@ class DistributedModule(Inspection, Weights):
         if fsdp.has_unreduced():
             raise UnsupportedError(
                 "the module is converted or moved (module.to) while gradients on a data axis are "
-                "put off by no_sync(), which FSDP2 keeps as they are: run the last microbatch's "
-                "backward outside of no_sync() first, or drop them by module.zero_grad()"
+                "deferred by no_sync(), and FSDP2 would not convert them: run the last "
+                "microbatch's backward outside of no_sync() first, or drop them with "
+                "module.zero_grad()"
             )
         super()._apply(fn, recurse)
         fsdp.follow_dtypes()
         self._sp_state.original.cast_absent(self, fn)
-        # What moves parameters makes new local parts, without room for padding behind them.
+        # Conversions make new local parts, without room for padding at their end.
         for parameter, placement in self._sp_state.stored():
-            # FSDP pads its parts of a part as it needs them.
+            # FSDP pads its own shards of local parts as needed.
             if parameter.device_mesh.ndim == 1:
                 make_room(parameter, placement, self._sp_state.group.world_size)
         return self
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Like that of any module, but shards where FSDP2 has gathered them for a call: an
-        optimizer of gathered ones, which are copies, would train nothing."""
-        # Not there yet while the model's own __init__ runs, nor in a module that is being copied.
+        """Like ``nn.Module.named_parameters``, with shards even while FSDP2 has gathered parameters
+        for a call: an optimizer of the gathered ones, which are copies, would train nothing."""
+        # There is no state yet while the model's own __init__ runs, or while the module is copied.
         state = vars(self).get("_sp_state")
         shards = {} if state is None else state.fsdp.shards(search=True)
         for name, parameter in super().named_parameters(*args, **kwargs):
             yield name, shards.get(id(parameter), parameter)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Like that of any module; also drops gradients that :meth:`no_sync` left unreduced."""
+        """Like ``nn.Module.zero_grad``; also drops unreduced gradients of :meth:`no_sync`."""
         self._sp_state.deferred.pending.clear()
         self._sp_state.fsdp.drop_unreduced()
         if set_to_none:
             for shard in self._sp_state.fsdp.shards().values():
                 shard.grad = None
-            # Without the walk through the tree, which takes as long as a small layer, and without a
-            # search of each DTensor for __torch_function__.
+            # Without a walk through the tree, which takes as long as a small layer, and without the
+            # lookup of __torch_function__ on each DTensor.
             with torch._C.DisableTorchFunctionSubclass():
                 for parameter in self._sp_state.parameters.current():
                     parameter.grad = None
@@ -216,7 +218,7 @@ class DistributedModule(Inspection, Weights):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
-        """Read by DistributedDataParallel, also through Accelerate, before it does anything else.
+        """Raise an error for DistributedDataParallel (also in Accelerate), which reads this first.
 
         Raises:
             UnsupportedError: there are several ranks.
@@ -240,7 +242,7 @@ class DistributedModule(Inspection, Weights):
         """
         if self._sp_state.fixed is not None:
             raise UnsupportedError(
-                "the parameters are placed for good; build the model anew and load "
+                "the placements of the parameters are final; build the model again and load "
                 "module.state_dict() into it"
             )
         self._sp_state.original.give_back(self)
@@ -249,13 +251,13 @@ class DistributedModule(Inspection, Weights):
     def no_sync(self) -> Iterator[None]:
         """Context whose backwards do not reduce the gradients of replicated parameters.
 
-        Use it to accumulate all microbatches but the last one: the gradients stay on this rank, and
-        the next backward outside reduces them together with its own; of parameters that are frozen
-        by then, the forward before it does. Until then ``grad`` of replicated parameters does not
-        change, and an optimizer step or :func:`clip_grad_norm_` raises an error. To discard the
-        gradients, call the module's :meth:`zero_grad`; an optimizer's ``zero_grad`` does not know
-        of them. Gradients of parameters that FSDP manages are not reduced over any axis, as with
-        its ``set_requires_gradient_sync(False)``.
+        Use it to accumulate all microbatches except the last one: the gradients stay on this rank,
+        and the next backward outside reduces them together with its own. The gradients of
+        parameters that are frozen by then are reduced in the forward before it. Until then ``grad``
+        of replicated parameters does not change, and an optimizer step or :func:`clip_grad_norm_`
+        raises an error. To discard the gradients, call the module's :meth:`zero_grad`; an
+        optimizer's ``zero_grad`` does not know of them. Gradients of parameters that FSDP manages
+        are not reduced over any axis, as with its ``set_requires_gradient_sync(False)``.
         """
         with self._sp_state.deferred.enabled_for(self), without_gradient_sync(self):
             yield
@@ -263,20 +265,22 @@ class DistributedModule(Inspection, Weights):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model's own method, which runs the compiled forward on growing inputs.
 
-        There is no key/value cache, so every new token recomputes all tokens before it. Sampling
+        There is no key/value cache, so every new token recomputes all previous tokens. Sampling
         needs the same state of the random number generator on every rank.
 
         Raises:
-            UnsupportedError: the model has no such method, or it calls an encoder by itself.
+            UnsupportedError: the model has no such method, or the method calls its encoder
+                separately.
         """
         return generate(self, self._sp_state.original.model, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedModule:
         """Return a module with copied parameters, without gradients, and the same programs."""
         state = self._sp_state
-        # It refers to this very instance and is made anew.
+        # It refers to this instance; a new one is made below.
         memo[id(state)] = None
-        # Copies of what the last forward stored have no graph behind them, which cannot be copied.
+        # Tensors stored by the last forward are copied without their autograd graph, which cannot
+        # be copied.
         for module in (*self.modules(), *state.original.model.modules()):
             for leaf in pytree.tree_leaves(list(vars(module).values())):
                 is_stored = isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)

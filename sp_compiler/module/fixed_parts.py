@@ -1,4 +1,4 @@
-"""What a compiled model has for good: errors where a user would change its modules or adapters."""
+"""Fixed parts of a compiled model: errors if a user tries to change its modules or adapters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from sp_compiler.base.errors import UnsupportedError
 
-# Methods of PEFT that change which adapters there are, or which of them compute.
+# Methods of PEFT that change the set of adapters, or which of them are active.
 _ADAPTER_CHANGES = frozenset(
     (
         "add_adapter",
@@ -32,7 +32,7 @@ _ADAPTER_CHANGES = frozenset(
         "unmerge_adapter",
     )
 )
-# Of HuggingFace's models, which put modules of another size in place of theirs.
+# Methods of HuggingFace's models that replace modules by ones of another size.
 _RESIZES = frozenset(("resize_token_embeddings", "resize_position_embeddings"))
 
 
@@ -45,7 +45,7 @@ def refuse_other_module(name: str, path: str) -> NoReturn:
 
 
 def refuse_other_forward(path: str) -> NoReturn:
-    """Raise the error for a ``forward`` set on the module at ``path``, which no call would run."""
+    """Raise the error for a ``forward`` set on the module at ``path``, which would never run."""
     raise UnsupportedError(
         f"cannot set 'forward' of module {path!r}: it is part of compiled code; set it on the "
         "model before sp_compiler.compile"
@@ -55,20 +55,20 @@ def refuse_other_forward(path: str) -> NoReturn:
 class FixedContainer:
     """Base class of mirrored containers, whose methods would change ``_modules`` directly.
 
-    All methods but slicing raise :class:`~sp_compiler.base.errors.UnsupportedError`.
+    All methods except slicing raise :class:`~sp_compiler.base.errors.UnsupportedError`.
     """
 
     _sp_path: str
 
     def insert(self, index: int, module: nn.Module) -> NoReturn:
-        """Never inserts one."""
+        """Raise an error."""
         refuse_other_module(str(index), self._sp_path)
 
     def __delitem__(self, key: Any) -> NoReturn:
         refuse_other_module(str(key), self._sp_path)
 
     def clear(self) -> NoReturn:
-        """Never removes one."""
+        """Raise an error."""
         refuse_other_module("*", self._sp_path)
 
     def __getitem__(self, key: Any) -> Any:
@@ -84,25 +84,25 @@ class FixedContainer:
 def refuse_other_parameters(
     named: Mapping[str, Tensor], current: Sequence[Tensor], *, divided: bool
 ) -> None:
-    """Raise an error if a call is to compute with other tensors than the module's parameters.
+    """Raise an error if a call would compute with other tensors than the module's parameters.
 
     Args:
         named: the parameters by name.
-        current: the same, in order.
-        divided: whether ranks have parts of them.
+        current: the same parameters, in order.
+        divided: whether they are DTensors over the ranks.
 
     Raises:
         UnsupportedError: names the first of them.
     """
     kinds = set(map(type, current))
-    # Every call asks, and models have hundreds: by their few types.
+    # By their few types, since models have hundreds of parameters and every call checks them.
     if any(_is_other(kind, divided=divided) for kind in kinds):
         others = (n for n, value in named.items() if _is_other(type(value), divided=divided))
         _refuse_parameter(next(others))
 
 
 def refuse_untied(named: Mapping[str, Tensor], ties: Iterable[Sequence[str]]) -> None:
-    """Raise an error if parameters are different ones that were one when a program was compiled: it
+    """Raise an error if parameters are no longer tied that were so when a program was compiled: it
     reads the first for all of them.
 
     Raises:
@@ -110,13 +110,13 @@ def refuse_untied(named: Mapping[str, Tensor], ties: Iterable[Sequence[str]]) ->
     """
     for first, *others in ties:
         for name in others:
-            # A stage of a pipeline may have one of them alone.
+            # A stage of a pipeline may have only one of them.
             both = named.get(first), named.get(name)
             if both[0] is not both[1] and None not in both:
                 raise UnsupportedError(
-                    f"parameters {first!r} and {name!r} are no longer the same one, as they were "
-                    "when the model was compiled: set both to the same nn.Parameter, or untie them "
-                    "in the model before sp_compiler.compile"
+                    f"parameters {first!r} and {name!r} are no longer tied, as they were when the "
+                    "model was compiled: set both to the same nn.Parameter, or untie them in the "
+                    "model before sp_compiler.compile"
                 )
 
 
@@ -125,20 +125,20 @@ def _is_other(kind: type[Tensor], *, divided: bool) -> bool:
 
 
 def refuse_no_parameters(named: Mapping[str, Tensor]) -> None:
-    """Raise an error if a program is to be compiled for tensors in place of parameters.
+    """Raise an error if a program would be compiled for other tensors in place of parameters.
 
     Raises:
         UnsupportedError: names the first of them.
     """
     for name, value in named.items():
-        # Of the right type, such as those of state_dict().
+        # They may be of the right tensor type, such as those of state_dict().
         if not isinstance(value, nn.Parameter):
             _refuse_parameter(name)
 
 
 def _refuse_parameter(name: str) -> NoReturn:
     raise UnsupportedError(
-        f"another tensor stands in place of parameter {name!r} (torch.func.functional_call): a "
+        f"another tensor was substituted for parameter {name!r} (torch.func.functional_call): a "
         "compiled module computes with its own parameters, which are divided over the ranks, and "
         "writes their gradients into .grad. Load other weights with module.load_state_dict(state), "
         "keep several in copies (copy.deepcopy(module)), or use functional_call on the original "
@@ -150,22 +150,23 @@ def refuse_change(original: nn.Module, name: str) -> None:
     """Raise an error if ``name`` is a method of a library that changes modules of ``original``.
 
     Raises:
-        UnsupportedError: says when to call it instead.
+        UnsupportedError: says what to do instead.
     """
     if name in _ADAPTER_CHANGES:
         _refuse_adapter_change(original, name)
     if name in _RESIZES and _home(original, name).partition(".")[0] == "transformers":
         raise UnsupportedError(
             f"{name}() would replace parameters of a compiled model, which are fixed: resize "
-            "before sp_compiler.compile. To resize trained weights, build the model anew, call its "
-            f"load_state_dict(state) with state = module.full_state_dict(), and its own {name}()"
+            "before sp_compiler.compile. To resize trained weights, build the model again, call "
+            "its load_state_dict(state) with state = module.full_state_dict(), and its own "
+            f"{name}()"
         )
 
 
 def is_needless(original: nn.Module, name: str) -> bool:
-    """Return whether ``name`` is Transformers' method that hooks embeddings for its checkpointing,
-    which compiled code does not use."""
-    # The name first: to look at a property computes it, of parameters that the original has not.
+    """Return whether ``name`` is Transformers' method that hooks embeddings for its activation
+    checkpointing, which compiled code does not use."""
+    # The name first: reading a property would compute it, without parameters in the original.
     if name != "enable_input_require_grads":
         return False
     return _home(original, name).partition(".")[0] == "transformers"
@@ -177,15 +178,14 @@ def _home(original: nn.Module, name: str) -> str:
 
 
 def _refuse_adapter_change(original: nn.Module, name: str) -> None:
-    """Raise an error if ``name`` is a method of PEFT; the user's model may have a method of that
-    name."""
+    """Raise an error if ``name`` is a method of PEFT, rather than one of the user's model."""
     home = _home(original, name)
     if home.partition(".")[0] != "peft" and home != "transformers.integrations.peft":
         return
     raise UnsupportedError(
-        f"{name}() would change the adapters of a model that is compiled with them. Weights of an "
-        "adapter are loaded by peft.set_peft_model_state_dict(module, peft.load_peft_weights("
-        "folder)); to merge, unload or switch adapters, build the PEFT model anew, call its "
+        f"{name}() would change the adapters of a model that is compiled with them. Load weights "
+        "of an adapter by peft.set_peft_model_state_dict(module, peft.load_peft_weights("
+        "folder)); to merge, unload or switch adapters, build the PEFT model again, call its "
         "load_state_dict(state) with state = module.full_state_dict(), and its own "
         f"{name}()"
     )

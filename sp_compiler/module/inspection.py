@@ -42,11 +42,11 @@ class Inspection:
         >>> text = module.code.replace("F.relu(up)", "torch.relu(up)")
         >>> module.load_code(text, ((x,), {}))
 
-        The edited code must compute the same: its outputs and all gradients are compared with those
-        of the generated code on simulated ranks in each process, on these inputs and random
-        parameters in float64, which takes the memory of the unsharded model. It may save other
-        tensors, use other names or communicate differently. Calls that compile another program run
-        generated code; the plan and the stages remain those of the generated code.
+        The edited code must compute the same results: its outputs and all gradients are compared
+        with those of the generated code on simulated ranks in each process, on these inputs and
+        random parameters in float64, which takes the memory of the unsharded model. It may save
+        other tensors, use other names or communicate differently. Calls that compile another
+        program run generated code; the plan and the stages remain those of the generated code.
 
         Args:
             source: the text, or the path of a file; the same on every rank.
@@ -55,25 +55,25 @@ class Inspection:
         Raises:
             ArgumentError: ``example_inputs`` are not (args, kwargs); or the text is not valid
                 Python, lacks a class or method of the generated code or changes its arguments,
-                raises an error, computes something else, or the inputs lead to NaN. The module
-                continues with the code that it had.
+                raises an error, computes another result, or the inputs lead to NaN. The module
+                continues with its previous code.
             RankMismatchError: the ranks got different texts.
             UnsupportedError: the backend is not "eager": others compile graphs instead of text.
         """
         state = self._sp_state
         if state.options["backend"] != repr("eager"):
             raise UnsupportedError(
-                f"load_code: backend={state.options['backend']} makes kernels of the graphs; "
+                f"load_code: backend={state.options['backend']} compiles graphs into kernels; "
                 'compile with backend="eager" to run edited code'
             )
-        # A text of one line is no generated module.
+        # A single line is a path, since generated modules have many lines.
         is_text = isinstance(source, str) and "\n" in source
         text = str(source) if is_text else _read(Path(source))
         args, kwargs = checked_inputs(self, example_inputs)
         leaves, structure = flatten_inputs(args, kwargs, state.unordered)
         leaves = [plain_input(leaf) for leaf in leaves]
         with state.group.reporting(), COMPILING:
-            # Not the text itself: of two long ones a message would show the equal beginnings.
+            # Not the texts themselves: a message would show only their equal beginnings.
             digest = hashlib.sha256(text.encode()).hexdigest()[:12]
             state.agreement.require_equal(
                 "calls load_code()", {"digest of the edited code": digest}
@@ -106,7 +106,7 @@ class Inspection:
             ArgumentError: no such stage.
             NotCompiledError: nothing is compiled yet.
         """
-        # Not the last one alone: a user looks for the pass that made a node.
+        # Any two stages, since a user may look for the pass that made a node.
         stages = self._sp_state.compiled("diff").stages
         try:
             return diff(stages[before], stages[after])

@@ -36,7 +36,7 @@ from sp_compiler.runtime.group import TensorParallelGroup
 from sp_compiler.runtime.keys.set_attributes import Presence, SetAttributes
 from sp_compiler.runtime.reductions import DeferredGradients
 
-# Left by ``fully_shard`` on each module for torch.compile; no forward of a model reads them.
+# Set by ``fully_shard`` on each module for torch.compile; no forward of a model reads them.
 _FSDP_MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
 
@@ -44,14 +44,14 @@ class Layout:
     """Storage of the parameters of one compiled module; shared by all modules of its tree.
 
     Attributes:
-        group: the ranks they are stored over.
-        placements: name of every placed parameter to its placement.
+        group: the ranks over which they are stored.
+        placements: placement of every placed parameter, by name.
         blocks: paths of the modules that run as blocks; ``None`` before compilation.
-        attributes: those that were set on the model's modules since.
-        num_hooks: number of forward pre-hooks registered on modules, as ``fully_shard`` does.
+        attributes: attributes that were set on the model's modules after compilation.
+        num_hooks: number of forward pre-hooks registered on modules, as by ``fully_shard``.
         calls_root: whether the root module is called; a pipeline calls stages instead.
         deferred: pending gradients under ``no_sync``.
-        hooked: modules that have or had hooks of the user's, by path; not the whole model.
+        hooked: modules that have or had users' hooks, by path, without the root.
     """
 
     def __init__(self, group: TensorParallelGroup) -> None:
@@ -65,11 +65,13 @@ class Layout:
         self.hooked: dict[str, nn.Module] = {}
 
     def placement(self, path: str, name: str) -> Placement:
-        """Placement of parameter ``name`` of the module at ``path``; ``I`` until it is placed."""
+        """Return the placement of parameter ``name`` of the module at ``path``; ``I`` if it is not
+        placed yet."""
         return self.placements.get(f"{path}.{name}" if path else name, I)
 
     def hooks(self) -> str:
-        """The hooks of blocks as text, in which the ranks must agree: they gather values."""
+        """Return the hooks of blocks as text; it must be equal on all ranks, since hooks gather
+        values."""
         counts = {
             path: {kind.strip("_"): len(getattr(module, kind)) for kind in KINDS}
             for path, module in self.hooked.items()
@@ -86,15 +88,17 @@ class MirrorModule(HookedModule, ModelMethods, nn.Module):
     """Mirror of one module of the model: same name, same children, same parameter names.
 
     Attributes of the model's own module (``config``, ``num_heads``) are read and set there; its
-    methods run on this module, which has the parameters. ``isinstance`` finds the classes of both,
-    for weights are chosen by it: those that an optimizer does not decay, those to initialise, the
-    statistics that ``torch.optim.swa_utils.update_bn`` collects, the adapters that PEFT saves.
-    ``forward`` runs compiled code if this is a block; other modules cannot be called separately.
+    methods run on this module, which has the parameters. ``isinstance`` is true for the classes of
+    both, because it is used to choose weights: those that an optimizer does not decay, those to
+    initialise, the statistics that ``torch.optim.swa_utils.update_bn`` collects, the adapters that
+    PEFT saves. ``forward`` runs compiled code if this is a block; other modules cannot be called
+    separately.
     """
 
     def __init__(self, original: nn.Module, path: str, layout: Layout) -> None:
         super().__init__()
-        # Past ``nn.Module.__setattr__``, which would make it a child, with a second set of names.
+        # Not by ``nn.Module.__setattr__``, which would register it as a child, with a second set of
+        # names.
         self.__dict__["_sp_original"] = original
         self.__dict__["_sp_path"] = path
         self.__dict__["_sp_layout"] = layout
@@ -108,7 +112,7 @@ class MirrorModule(HookedModule, ModelMethods, nn.Module):
 
     @__class__.setter
     def __class__(self, derived: type) -> None:
-        # ``fully_shard`` derives a class from the one that it sees, and means the true one.
+        # ``fully_shard`` derives a class from the visible one, which must be the true one instead.
         object.__dict__["__class__"].__set__(self, _rebased(derived, self))
 
     def forward(self, *values: Any, **named: Any) -> Any:
@@ -121,7 +125,7 @@ class MirrorModule(HookedModule, ModelMethods, nn.Module):
         return run_block(self, values[0], values[1:])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Like that of any module; also drops gradients that ``no_sync`` left unreduced."""
+        """Like ``nn.Module.zero_grad``; also drops gradients that ``no_sync`` left unreduced."""
         self._sp_layout.deferred.drop(self.parameters())
         super().zero_grad(set_to_none)
 
@@ -140,7 +144,8 @@ class MirrorModule(HookedModule, ModelMethods, nn.Module):
             member = inspect.getattr_static(type(original), name, None)
             if isinstance(member, property) and member.fget is not None:
                 return member.fget(self)
-            # Bound to this module: bound to the original they would find parameters without memory.
+            # Bound to this module: bound to the original, they would find parameters without
+            # memory.
             if inspect.isfunction(member) and name not in vars(original):
                 return MethodType(member, self)
             return getattr(original, name)
@@ -158,12 +163,13 @@ class MirrorModule(HookedModule, ModelMethods, nn.Module):
         if isinstance(value, nn.Parameter) or name in self._parameters:
             self._check_parameter(name, value)
             return super().__setattr__(name, value)
-        # Part of the cache key from now on, if forward reads it: it may branch on it.
+        # If forward reads the attribute, it is part of the cache key from now on: forward may
+        # branch on it.
         self._sp_layout.attributes.set(self._sp_path, original, name, value)
         return setattr(original, name, value)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Never adds one: raise an error.
+        """Raise an error: modules cannot be added to a compiled model.
 
         Raises:
             UnsupportedError: the modules of a compiled model are fixed.
@@ -174,7 +180,7 @@ class MirrorModule(HookedModule, ModelMethods, nn.Module):
         if name in self._modules or name in self._parameters or name in self._buffers:
             refuse_other_module(name, self._sp_path)
         original = self.__dict__.get("_sp_original")
-        # What __setattr__ has set there, or the model's constructor.
+        # Set on the original by __setattr__ or by the model's constructor.
         if name not in self.__dict__ and name not in self._buffers and name in vars(original):
             self._sp_layout.attributes.set(self._sp_path, original, name, Presence.ABSENT)
             return delattr(original, name)
@@ -188,7 +194,8 @@ class MirrorModule(HookedModule, ModelMethods, nn.Module):
                 placement.
         """
         if name not in self._parameters:
-            # Such as pruning and older weight norms, which compute a weight from new parameters.
+            # For example by pruning and older weight norms, which compute a weight from new
+            # parameters.
             raise UnsupportedError(
                 f"cannot add parameter {name!r} to module {self._sp_path or '(model)'!r}: the "
                 "parameters of a compiled model are fixed. Prune (torch.nn.utils.prune) or "
@@ -209,27 +216,26 @@ class MirrorModule(HookedModule, ModelMethods, nn.Module):
             return
         raise UnsupportedError(
             f"cannot set parameter {name!r} of module {self._sp_path or '(model)'!r}: a compiled "
-            "model's parameters keep their shapes and placements; copy_() into the present one, "
+            "model's parameters keep their shapes and placements; copy_() into the existing one, "
             "or change the model before sp_compiler.compile"
         )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # FSDP2 makes a class of its own for each module that it is applied to, with a __deepcopy__
-        # that asserts.
+        # FSDP2 derives a class for each module that it is applied to, whose __deepcopy__ asserts.
         if issubclass(cls, FSDPModule):
             cls.__deepcopy__ = _refuse_to_copy  # type: ignore[assignment, method-assign]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # copy's own way would call __reduce_ex__, which raises. In the memo before attributes are
-        # copied, for children and parents refer to each other.
+        # By default, copy would call __reduce_ex__, which raises. The result is put into the memo
+        # before attributes are copied, since children and parents refer to each other.
         result = type(self).__new__(type(self))
         memo[id(self)] = result
-        # The ranks stay where they are.
+        # The group of ranks is shared.
         memo[id(self._sp_layout.group)] = self._sp_layout.group
         for name, value in self.__dict__.items():
             result.__dict__[name] = copy.deepcopy(value, memo)
-        # Copies of plain parameters have no gradients, of DTensors they do.
+        # Copies of plain parameters have no gradients, but copies of DTensors do.
         for parameter in result.__dict__["_parameters"].values():
             if parameter is not None:
                 parameter.grad = None
@@ -241,7 +247,7 @@ class MirrorModule(HookedModule, ModelMethods, nn.Module):
     def extra_repr(self) -> str:
         return self._sp_original.extra_repr()
 
-    # Checkpoints show true shapes in true order.
+    # Checkpoints contain true shapes, with rows in true order.
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -250,7 +256,7 @@ class MirrorModule(HookedModule, ModelMethods, nn.Module):
             super()._save_to_state_dict(destination, prefix, keep_vars)
             return
         before = set(destination)
-        # With the parameters themselves: the model's own method may give them other names.
+        # keep_vars=True, to identify parameters: the model's own method may rename them.
         super()._save_to_state_dict(destination, prefix, True)
         own_names = {id(parameter): name for name, parameter in self._parameters.items()}
         for key in [key for key in destination if key not in before]:
@@ -264,7 +270,8 @@ class MirrorModule(HookedModule, ModelMethods, nn.Module):
                 refuse_to_pickle(destination[key])
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        # Past the user's hooks and what the model's own method does: they may rename weights.
+        # Registered last, after the user's hooks and those of the model's own method, which may
+        # rename weights.
         last = self.register_load_state_dict_pre_hook(MirrorModule._place_loaded)
         try:
             super()._load_from_state_dict(*args, **kwargs)
@@ -291,7 +298,7 @@ class MirrorModule(HookedModule, ModelMethods, nn.Module):
     def __prepare_scriptable__(self) -> NoReturn:
         raise UnsupportedError(
             "a compiled module cannot become TorchScript: it calls generated code; script or trace "
-            "the model before its compilation, or one made anew with full_state_dict()"
+            "the model before its compilation, or a new one with the weights of full_state_dict()"
         )
 
 
@@ -312,7 +319,7 @@ def fill_mirror(root: MirrorModule, original: nn.Module, layout: Layout) -> None
 
     A module or a parameter that appears twice appears twice in the mirror.
     """
-    # By identity: what the model shares (tied modules and weights) the mirror must share too.
+    # By identity: modules and weights that the model shares must be shared in the mirror too.
     mirrors: dict[int, MirrorModule] = {id(original): root}
     parameters: dict[int, nn.Parameter] = {}
     for path, module in original.named_modules():
@@ -332,27 +339,26 @@ def fill_mirror(root: MirrorModule, original: nn.Module, layout: Layout) -> None
 
 
 def _same_layout(present: Tensor, value: Tensor) -> bool:
-    """Return False if a plain tensor, or another placement on the same mesh, would replace a
-    DTensor."""
+    """Return False if a DTensor would be replaced by a plain tensor, or by a DTensor on the same
+    mesh with other placements."""
     if not isinstance(present, DTensor):
         return True
     if not isinstance(value, DTensor):
         return False
-    # Another mesh is that of fully_shard, which swaps parameters in and out at every forward.
+    # On another mesh it is a parameter of fully_shard, which swaps parameters in every forward.
     return value.device_mesh != present.device_mesh or value.placements == present.placements
 
 
 def _rebased(derived: type, mirror: MirrorModule) -> type:
-    """Return a class of the bases of ``derived``, with the mirror's in place of the original's.
+    """Return a class with the bases of ``derived``, with the mirror's in place of the original's.
 
     Raises:
-        UnsupportedError: ``derived`` has no other base, from which ``fully_shard`` takes what it
-            adds.
+        UnsupportedError: ``derived`` has no other base; ``fully_shard`` adds one.
     """
     seen, true = mirror.__class__, type(mirror)
     if seen not in derived.__bases__ or len(derived.__bases__) == 1:
         refuse_other_module("__class__", mirror._sp_path)
-    # Without what is in its own namespace: a class of the model may fill that of each subclass.
+    # Without its own namespace, which a class of the model may fill in each subclass.
     bases = tuple(true if base is seen else base for base in derived.__bases__)
     return type(derived.__name__, bases, {})
 
@@ -371,14 +377,14 @@ def _mirror_class(module: nn.Module) -> type[MirrorModule]:
 
 @functools.cache
 def _with_operators(names: tuple[str, ...]) -> type[MirrorModule]:
-    """Return a mirror with these methods of the model, such as those of a ``ParameterList``."""
+    """Return a mirror class with these methods of the model, such as of a ``ParameterList``."""
     methods = {name: of_the_model(name) for name in names}
     return type("MirrorModule", (MirrorModule,), methods) if names else MirrorModule
 
 
 def _refuse_to_copy(module: MirrorModule, memo: dict[int, Any]) -> NoReturn:
     raise UnsupportedError(
-        "copy.deepcopy of a module on a data axis: FSDP2 cannot copy what it manages; compile the "
-        "model anew and call its load_state_dict(module.state_dict()), or take the unsharded "
-        "weights by module.full_state_dict()"
+        "copy.deepcopy of a module on a data axis: FSDP2 cannot copy the parameters it manages; "
+        "compile the model again and call its load_state_dict(module.state_dict()), or get the "
+        "unsharded weights from module.full_state_dict()"
     )

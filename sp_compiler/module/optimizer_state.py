@@ -1,9 +1,9 @@
-"""Optimizers' state in checkpoints: laid out like the parameters of the module's ``state_dict()``.
+"""Optimizer state in checkpoints: laid out like the parameters of the module's ``state_dict()``.
 
 The state of a parameter with segments is placed like the parameter: a rank has rows of each
 segment, while checkpoints need a contiguous range. ``Optimizer.state_dict()`` returns true chunks,
-and ``load_state_dict`` converts these, or unsharded tensors, back. PyTorch has no hooks for future
-optimizers, so these two methods are wrapped.
+and ``load_state_dict`` converts these, or unsharded tensors, back. These two methods are wrapped,
+since PyTorch has no hooks for optimizers that do not exist yet.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sp_compiler.module.parameters import from_loaded, optimizers_of, to_true_ch
 from sp_compiler.runtime.group import TensorParallelGroup
 
 _Stored = tuple[DTensor, Placement, TensorParallelGroup]
-# Weak, for the wrapped methods live as long as the process, and modules need not.
+# Weak references, since the wrapped methods live as long as the process.
 _MODULES: weakref.WeakSet[MirrorModule] = weakref.WeakSet()
 
 
@@ -33,19 +33,19 @@ _MODULES: weakref.WeakSet[MirrorModule] = weakref.WeakSet()
 def place_optimizer_state(
     parameters: Sequence[Tensor], placements: Mapping[int, Placement], group: TensorParallelGroup
 ) -> None:
-    """Place what optimizers keep for parameters that have just been placed, like these.
+    """Place the optimizer state of parameters that have just been placed, like the parameters.
 
-    Adagrad makes its sums with the optimizer, others have state that was loaded, or made by
-    ``get_state_dict``, before the first call.
+    Adagrad creates its sums in its constructor. Other optimizers may have state that was loaded, or
+    created by ``get_state_dict``, before the first call.
 
     Args:
-        parameters: those placed.
-        placements: of them, by id.
+        parameters: the parameters that were placed.
+        placements: their placements, by id.
         group: the ranks.
     """
     if group.mesh is None:
         return
-    entries: dict[int, dict[str, Any]] = {}  # by identity: a wrapper shows those of its optimizer
+    entries: dict[int, dict[str, Any]] = {}  # by identity: a wrapper shares its optimizer's entries
     for optimizer in optimizers_of(parameters):
         for parameter in parameters:
             entry = optimizer.state.get(parameter, {})
@@ -57,7 +57,7 @@ def place_optimizer_state(
 
 
 def show_true_state(module: MirrorModule) -> None:
-    """Enable this for every optimizer of ``module``, which is compiled for several ranks."""
+    """Convert the state of every optimizer of ``module``, which is compiled for several ranks."""
     _wrap()
     _MODULES.add(module)
 
@@ -99,17 +99,17 @@ def _as_stored(
 def _converted(
     optimizer: Optimizer, state_dict: dict[str, Any], convert: Callable[..., Tensor]
 ) -> dict[str, Any]:
-    """Return a copy in which tensors as large as their parameter are converted by ``convert``."""
-    # Looked up anew each time: parameters are placed and moved after their optimizer is made.
+    """Return a copy in which tensors of their parameter's shape are converted by ``convert``."""
+    # Looked up each time: parameters may be placed and moved after their optimizer is made.
     stored = {
         id(parameter): (parameter, placement, module._sp_state.group)
         for module in _MODULES
         for parameter, placement in module._sp_state.stored()
     }
     if not any(id(p) in stored for group in optimizer.param_groups for p in group["params"]):
-        return state_dict  # not ours, whatever its hooks made of it
+        return state_dict  # an optimizer of other parameters; its hooks may have changed the dict
     by_key: dict[Any, _Stored] = {}
-    # Not strict: load_state_dict itself says best that groups do not fit.
+    # Not strict: load_state_dict itself raises a better error for mismatched groups.
     for own, theirs in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
         for parameter, key in zip(own["params"], theirs["params"], strict=False):
             if id(parameter) in stored:
@@ -127,7 +127,7 @@ def _converted_entry(
     parameter = stored[0]
     return {
         key: convert(value, *stored)
-        # A scalar parameter has the shape of a step count, which is no part of it.
+        # The step count has the shape of a scalar parameter, but is not sharded like it.
         if isinstance(value, Tensor) and value.shape == parameter.shape and key != "step"
         else value
         for key, value in entry.items()

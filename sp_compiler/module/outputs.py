@@ -25,7 +25,7 @@ from sp_compiler.runtime.group import TensorParallelGroup
 from sp_compiler.runtime.padding import without_rank_padding
 from sp_compiler.runtime.parameter_gradients import CompiledFunction, opaque
 
-# The same in every call of a program; a bounded number, for a spec keeps its mesh.
+# Specs are the same in every call of a program. The cache is bounded, since a spec keeps its mesh.
 _output_spec = functools.lru_cache(maxsize=64)(tensor_spec)
 
 
@@ -33,7 +33,7 @@ def plain_input(leaf: Any) -> Any:
     """Return a user input as a plain tensor.
 
     Raises:
-        ArgumentError: a DTensor that this rank has only a part of.
+        ArgumentError: a DTensor that is not replicated.
     """
     if not isinstance(leaf, DTensor):
         return leaf
@@ -51,7 +51,7 @@ def user_outputs(
     group: TensorParallelGroup,
     modules: Mapping[str, nn.Module],
 ) -> Any:
-    """The model's own output type; tensors that stay sharded are :class:`ShardedOutput`.
+    """Return the model's own output type; tensors that stay sharded are :class:`ShardedOutput`.
 
     Values that the forward stores in attributes are stored in those of ``modules``, by path.
     """
@@ -68,8 +68,8 @@ def user_outputs(
         if stored.how == "decide":
             setattr(module, stored.name, value)
             continue
-        # Past the module's own way, which makes an attribute part of the key of every call. Tensors
-        # are not given to the original: the next capture would find them there.
+        # Not by setattr, which makes an attribute part of the key of every call. Tensors are not
+        # stored in the original, where the next capture would find them.
         has_tensors = any(isinstance(leaf, Result) for leaf in stored.leaves)
         vars(module if has_tensors else module._sp_original)[stored.name] = value
     return pytree.tree_unflatten(leaves[:num_returned], program.out_spec)
@@ -98,9 +98,9 @@ class ShardedOutput(DTensor):
         logits.argmax(-1) == ids  (2, 8)       plain
         logits.topk(5)            (2, 8, 5)    plain
 
-    A result that is not sharded is a plain tensor, with partial sums reduced at once, so it can be
-    printed, compared, and passed to any library. Operations that DTensor cannot run on parts run on
-    the full tensor. An operation may therefore be a collective, and all ranks must run it.
+    A result that is not sharded is a plain tensor, with partial sums reduced immediately, so it can
+    be printed, compared, and passed to any library. Operations that DTensor cannot run on parts run
+    on the full tensor. An operation may therefore be a collective, and all ranks must run it.
 
     Raises:
         UnsupportedError: an in-place operation that DTensor does not support; pickling.
@@ -112,7 +112,7 @@ class ShardedOutput(DTensor):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UnsupportedError(
             "an output that is sharded over the tensor-parallel ranks cannot be pickled "
-            "(torch.save): the file would have this rank's part only. Save output.full_tensor(), "
+            "(torch.save): the file would have only this rank's part. Save output.full_tensor(), "
             "which all ranks must call"
         )
 
@@ -130,16 +130,17 @@ class ShardedOutput(DTensor):
         given_args, given_kwargs = pytree.tree_unflatten(given, structure)
         name = getattr(func, "__name__", str(func))
         try:
-            # DTensor would shard other dims for a moment (an all-to-all, which gloo has not), and
-            # the result would stay sharded over the batch: neither the output's dim nor plain. What
-            # is written in place stays placed as it is.
+            # Otherwise DTensor could redistribute to other dims (by an all-to-all, which gloo
+            # lacks), and the result could stay sharded over the batch: neither on the output's dim
+            # nor plain. The placement of a tensor written in place does not change.
             with ExplicitRedistributionContext(not _mutates(name, kwargs or {})):
                 result = super().__torch_function__(func, types, given_args, given_kwargs)
         except torch.OutOfMemoryError:
-            raise  # of this rank alone: a collective would wait for the others
+            raise  # only on this rank: a collective would wait for the other ranks
         except (NotImplementedError, RuntimeError, TypeError) as error:
-            # A reshape that cuts a sharded dim, an operator without a rule or that needs whole
-            # rows, numpy(), a mistake: on every rank alike, and full tensors tell which.
+            # A reshape that splits a sharded dim, an operator that has no rule or needs entire
+            # rows, numpy(), or a user's mistake. It is the same on every rank; a mistake raises
+            # again on full tensors.
             if _mutates(name, kwargs or {}):
                 raise UnsupportedError(
                     f"{name} of an output that is sharded over the tensor-parallel ranks: {error}\n"
@@ -155,9 +156,9 @@ class ShardedOutput(DTensor):
 
 
 def _mutates(name: str, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a function of torch changes its arguments, by its name and arguments."""
+    """Return whether a torch function changes its arguments, judged by its name and arguments."""
     in_place = name.endswith("_") and not name.endswith("__")
-    # __iadd__ and its like; of what begins alike, these three only read.
+    # __iadd__ and so on; the three excluded methods begin in the same way but only read.
     augmented = name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
     setter = name in ("__setitem__", "__set__")
     return (
@@ -172,13 +173,15 @@ def _mutates(name: str, kwargs: Mapping[str, Any]) -> bool:
 def _replicated(leaf: Any, mesh: DeviceMesh) -> Any:
     if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor):
         return leaf
-    # Its gradient is summed over the ranks: each has that of its part of the output.
+    # Its gradient is summed over the ranks, each of which has the gradient from its part of the
+    # output.
     return DTensor.from_local(leaf, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def _result(value: DTensor) -> Tensor:
     if any(placement.is_shard() for placement in value.placements):
-        # Of what may be a view: a new object would leave autograd's graph, or cost a node in it.
+        # In place, since it may be a view: a new object would leave the autograd graph, or add a
+        # node to it.
         if type(value) is DTensor:
             value.__class__ = ShardedOutput
         return value
@@ -188,8 +191,8 @@ def _result(value: DTensor) -> Tensor:
 class _ToOutput(CompiledFunction):
     """A rank's part of a global tensor as a :class:`ShardedOutput`: ``apply(part, spec)``.
 
-    It replaces ``DTensor.from_local``, whose checks in every forward take longer than a matrix
-    product of a small layer.
+    It replaces ``DTensor.from_local``, whose checks in every forward take longer than a matmul of a
+    small layer.
     """
 
     @staticmethod
@@ -201,7 +204,7 @@ class _ToOutput(CompiledFunction):
     @staticmethod
     @opaque
     def backward(ctx: Any, grad: DTensor | None) -> tuple[Tensor | None, None]:
-        # Whatever was done with the output, the region wants this rank's part.
+        # Whatever the placement of the gradient, the region needs this rank's part.
         return None if grad is None else grad.redistribute(
             placements=ctx.placements
         ).to_local(), None

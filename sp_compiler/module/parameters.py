@@ -31,7 +31,7 @@ def mesh_placement(placement: Placement) -> MeshPlacement:
     """Return the DTensor placement of a stored parameter or of an output.
 
     A dim that is padded by elements is an ordinary shard: DTensor also makes chunks of equal size
-    except for the last ones. Chunks of heads are a placement of our own.
+    except for the last ones. For chunks of entire heads we define our own placement.
     """
     if not placement.is_sharded:
         return Replicate()
@@ -69,24 +69,23 @@ def distributed_parameter(parameter: nn.Parameter, group: TensorParallelGroup) -
             "a parameter of the model has hooks; register them on the parameters of the compiled "
             "module, after sp_compiler.compile"
         )
-    # Kernels and collectives of shards want rows one behind the other; a plain one stays the same
-    # memory.
+    # Kernels and collectives need contiguous shards; a contiguous parameter keeps its memory.
     replicated = parameter.detach().contiguous()
     spec = tensor_spec(group.mesh, replicated.shape, replicated.dtype, I)
     result = nn.Parameter(
         DTensor(replicated, spec, requires_grad=False), requires_grad=parameter.requires_grad
     )
-    # Marks for optimizers and trainers (no_weight_decay, allreduce, ...).
+    # Marks that optimizers and trainers read (no_weight_decay, allreduce, ...).
     result.__dict__.update(vars(parameter))
     return result
 
 
 @torch.no_grad()
 def place(parameter: Tensor, placement: Placement, group: TensorParallelGroup) -> None:
-    """Turn a replicated DTensor, in place, into one placed as ``placement``.
+    """Turn a replicated DTensor, in place, into one with ``placement``.
 
-    It remains the same object, so optimizers, hooks and ties that refer to it stay valid; only its
-    local part and its spec are replaced (its global shape does not change).
+    It remains the same object, so optimizers, hooks and ties that refer to it stay valid. Only its
+    local part and its spec are replaced; its global shape does not change.
     """
     if group.mesh is None or not placement.is_sharded:
         return
@@ -101,15 +100,15 @@ def place(parameter: Tensor, placement: Placement, group: TensorParallelGroup) -
 
 @torch.no_grad()
 def divided(parameter: Tensor, placement: Placement, group: TensorParallelGroup) -> nn.Parameter:
-    """Return a parameter with a matrix per expert, not placed yet, as this rank's part.
+    """Return this rank's part of a parameter with a matrix per expert, which is not placed yet.
 
-    It is sharded over "ep" by experts, and over "tp" as ``placement``. It is another object, for
+    It is sharded over "ep" by experts, and over "tp" by ``placement``. It is a new object, since
     FSDP2 replaces it anyway.
     """
     mesh = group.expert_mesh
     assert mesh is not None
     own = local_tensor(parameter).chunk(mesh[EXPERT_AXIS].size())[mesh.get_local_rank(EXPERT_AXIS)]
-    # Not a view, which would keep the experts of all ranks.
+    # Not a view, which would keep the experts of all ranks alive.
     part = stored_part(own, placement, group.rank, group.world_size).clone()
     where = (Shard(0),) if group.mesh is None else (Shard(0), mesh_placement(placement))
     stride = torch.empty(parameter.shape, device="meta").stride()
@@ -127,8 +126,8 @@ def unsharded(value: DTensor, placement: Placement, group: TensorParallelGroup) 
     """Return the unsharded tensor of a parameter, or of a tensor placed like one; all ranks must
     call it.
 
-    If ``fully_shard`` has sharded this rank's part of the segments over another axis, no placement
-    expresses it, and that axis is gathered first.
+    If ``fully_shard`` has sharded this rank's part of the segments over another axis, that axis is
+    gathered first, since no DTensor placement expresses it.
     """
     if placement.is_in_order or value.device_mesh.ndim == 1:
         return value.full_tensor()
@@ -166,7 +165,7 @@ def from_loaded(
             return value
         value = value.full_tensor()
     if value.shape != parameter.shape:
-        return value  # load_state_dict says so better
+        return value  # load_state_dict raises a better error
     return _laid_out(value, placement, parameter, group)
 
 
@@ -174,7 +173,8 @@ def from_loaded(
 def _laid_out(
     full: Tensor, placement: Placement, like: DTensor, group: TensorParallelGroup
 ) -> DTensor:
-    """Return ``full`` placed over the axis "tp", and over other axes like ``like``."""
+    """Return ``full`` with ``placement`` over the axis "tp", and with those of ``like`` over other
+    axes."""
     local = stored_part(full, placement, group.rank, group.world_size)
     local = own_part(local, like)
     names = like.device_mesh.mesh_dim_names or ()
@@ -193,7 +193,7 @@ def _beside(
     """Return the placement ``other`` of an FSDP axis next to an ordinary shard over "tp".
 
     PyTorch 2.11 does not know that segments shard their dim, and describes FSDP's chunks as chunks
-    of the model's tensor. They are chunks of this rank's part, in its own order.
+    of the full tensor. They are chunks of this rank's part, in the part's own order.
     """
     is_chunk = placement.is_sharded and placement.is_in_order
     if is_chunk and type(other) is Shard and other.dim == placement.dim:
@@ -206,7 +206,8 @@ def own_part(part: Tensor, like: DTensor) -> Tensor:
     if like.device_mesh.mesh_dim_names in (None, (TENSOR_AXIS,)):
         return part
     mesh, placements = _other_axes(like)
-    # Every rank has the same: nothing is sent. The last axis cuts first, as a strided shard means.
+    # Every rank has the same part, so nothing is sent. The last axis is cut first, as a strided
+    # shard prescribes.
     for axis, where in reversed(list(enumerate(placements))):
         if isinstance(where, (Shard, _StridedShard)):
             chunks = part.chunk(mesh.size(axis), where.dim)
@@ -222,8 +223,8 @@ def _other_axes(value: DTensor) -> tuple[DeviceMesh, list[MeshPlacement]]:
     others = [index for index, name in enumerate(names) if name != TENSOR_AXIS]
     kept = [value.placements[index] for index in others]
     placements = [
-        # FSDP's way to say that its chunks are chunks of the part, not of the model's tensor. They
-        # are chunks of this rank's experts, too.
+        # FSDP uses a strided shard for chunks of the local part rather than of the full tensor.
+        # They are chunks of this rank's experts too.
         Shard(where.dim) if isinstance(where, _StridedShard) and not _cut_again(kept, i) else where
         for i, where in enumerate(kept)
     ]
@@ -231,7 +232,7 @@ def _other_axes(value: DTensor) -> tuple[DeviceMesh, list[MeshPlacement]]:
 
 
 def _cut_again(placements: Sequence[MeshPlacement], axis: int) -> bool:
-    """Whether an axis behind ``axis`` shards the same dim."""
+    """Return whether an axis after ``axis`` shards the same dim."""
     dim = getattr(placements[axis], "dim", None)
     return any(getattr(other, "dim", None) == dim for other in placements[axis + 1 :])
 
@@ -239,14 +240,15 @@ def _cut_again(placements: Sequence[MeshPlacement], axis: int) -> bool:
 def optimizers_of(parameters: Iterable[Tensor]) -> list[Optimizer]:
     """Return existing optimizers that hold one of ``parameters``."""
     # A scan of all objects takes a tenth of a second, and most models are compiled before there is
-    # any optimizer: the first one of a class has torch wrap and mark the ``step`` of the class.
+    # any optimizer. When the first one of a class is made, torch wraps and marks its ``step``.
     if not any(hasattr(kind.step, "hooked") for kind in _with_subclasses(Optimizer)):
         return []
     ids = {id(parameter) for parameter in parameters}
     optimizers = []
-    # Parameters do not know who holds them. By type: isinstance would ask proxies for their class.
+    # Parameters do not know their optimizers. By type, since isinstance would ask proxies for their
+    # class.
     objects = gc.get_objects()
-    # Types first, collected in C: of hundreds of thousands of objects most often none is one.
+    # Types first, collected in C: usually none of hundreds of thousands of objects is an optimizer.
     kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, Optimizer)}
     for candidate in objects if kinds else ():
         if type(candidate) not in kinds:
@@ -261,17 +263,18 @@ def optimizers_of(parameters: Iterable[Tensor]) -> list[Optimizer]:
 
 
 def are_held_by_modules_alone(model: nn.Module) -> bool:
-    """Return whether nothing but its modules refers to the parameters of ``model``.
+    """Return whether only its modules refer to the parameters of ``model``.
 
     Then no optimizer does, and :func:`optimizers_of` need not scan all objects.
     """
-    # Each once: modules that copy.copy made have one in common.
+    # Each table once: modules made by copy.copy share one.
     tables = list({id(m._parameters): m._parameters for m in model.modules()}.values())
-    # Before anything here refers to one. What the count itself adds is up to the interpreter.
+    # Counted before anything here refers to a parameter. How many references the counting itself
+    # adds depends on the interpreter.
     counts = [_reference_counts(table) for table in tables]
     (of_one,) = _reference_counts({"": object()})
     holders = Counter(id(parameter) for table in tables for parameter in table.values())
-    # A model may have other parameters than its modules do.
+    # A model may list other parameters than those of its modules.
     return all(id(parameter) in holders for parameter in model.parameters()) and all(
         parameter is None or count - of_one < holders[id(parameter)]
         for table, of_table in zip(tables, counts, strict=True)

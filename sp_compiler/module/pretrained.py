@@ -26,7 +26,7 @@ from sp_compiler.runtime.rank_checks import RankAgreement, fingerprints
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_MOST_NAMES = 10  # in an error
+_MOST_NAMES = 10  # listed in an error
 
 
 class Checkpoint:
@@ -43,7 +43,7 @@ class Checkpoint:
 
     def __init__(self, path: str | Path) -> None:
         self._files = _tensor_files(Path(path))
-        # Opened at first use: an index of a large model names hundreds of files.
+        # Opened at first use, since the index of a large model names hundreds of files.
         self._open: dict[Path, Any] = {}
         self._stack = contextlib.ExitStack()
 
@@ -55,7 +55,7 @@ class Checkpoint:
         self._stack.close()
 
     def names(self) -> list[str]:
-        """Names of all tensors."""
+        """Return the names of all tensors."""
         return list(self._files)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -81,7 +81,7 @@ class Checkpoint:
         """Return the first row of the tensor; all of it if it has no rows."""
         source = self._slice(name)
         with _readable(self._files[name], name):
-            # Enough to tell two files apart, and little enough to read of every tensor.
+            # Enough to distinguish two files, and small enough to read for every tensor.
             first: Tensor = source[0:1] if source.get_shape() else self._file(name).get_tensor(name)
         return first
 
@@ -104,9 +104,9 @@ def _readable(path: Path, name: str) -> Iterator[None]:
         yield
     except (SafetensorError, OSError) as error:
         raise ArgumentError(
-            f"{path}: cannot read tensor {name!r} ({error}); the file is damaged, incomplete or no "
-            "safetensors file, or an index names the wrong one: download it again, or give a file "
-            "of torch.save to module.load_state_dict(torch.load(path, mmap=True), assign=True)"
+            f"{path}: cannot read tensor {name!r} ({error}); the file is damaged, incomplete or "
+            "not a safetensors file, or an index names the wrong one: download it again, or load a "
+            "file of torch.save by module.load_state_dict(torch.load(path, mmap=True), assign=True)"
         ) from error
 
 
@@ -116,7 +116,7 @@ def _own_ranges(
     """Return start and end of ``rank``'s part of each segment of a dim of ``size``."""
     start = 0
     for segment in placement.segments or (size,):
-        # Rounded up, as placements pad: the last ranks may hold less, or nothing.
+        # Rounded up, as placements pad: the last ranks may hold fewer units, or none.
         unit = placement.unit_size(segment)
         length = -(-(segment // unit) // world_size) * unit
         first, last = rank * length, (rank + 1) * length
@@ -170,7 +170,7 @@ def _inside(index: Path, name: str, file: Any) -> Path:
     path = index.parent / file if named else index.parent
     folder = index.parent.resolve()
     target = path.resolve()
-    # The cache of huggingface_hub is made of links, snapshots/REVISION/FILE -> ../../blobs/HASH.
+    # The cache of huggingface_hub has links, snapshots/REVISION/FILE -> ../../blobs/HASH.
     blobs = [folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else []
     if not named or not any(map(target.is_relative_to, (folder, *blobs))):
         raise ArgumentError(
@@ -186,7 +186,7 @@ def _inside(index: Path, name: str, file: Any) -> Path:
 
 
 def find_name(names: Sequence[str], available: Sequence[str], prefix: str) -> str | None:
-    """Return which of the ``available`` tensors is the one with the model's ``names``.
+    """Return which of the ``available`` tensors has one of the model's ``names``.
 
     Checkpoints of a model without its head lack the ``prefix`` of the inner model, or have a prefix
     that the model lacks.
@@ -210,10 +210,10 @@ def load_pretrained(
     base_prefix = str(getattr(inner, "base_model_prefix", "") or "")
     device = device_type_of(module)
     with Checkpoint(path) as checkpoint:
-        # Names and shapes before the first tensor: what does not fit changes nothing.
+        # Names and shapes are checked before the first tensor is filled: a mismatch changes none.
         entries = _entries(inner, prefix)
         matched = _match(entries, checkpoint, prefix, base_prefix, path)
-        # Machines may hold different files; of a mixture of their parts nothing would show.
+        # Machines may have different files; a mixture of their parts would go unnoticed.
         samples = {f"tensor {name!r} of the files": checkpoint.sample(name) for name, _ in matched}
         facts = fingerprints(samples)
         agreement.require_equal("calls load_pretrained()", facts)
@@ -236,7 +236,7 @@ def _submodule(module: nn.Module, prefix: str) -> nn.Module:
     """Return the module ``prefix`` of the model.
 
     Raises:
-        ArgumentError: there is none; the error names those where the path ends.
+        ArgumentError: there is none; the error lists the modules where the path ends.
     """
     try:
         return module.get_submodule(prefix)
@@ -287,7 +287,7 @@ def _match(
     base_prefix: str,
     path: str | Path,
 ) -> list[tuple[str, _NamedTensor]]:
-    """Return name in the checkpoint and tensor to fill, all of the same shape.
+    """Return pairs of a name in the checkpoint and the tensor of the same shape to fill.
 
     Raises:
         ArgumentError: a parameter is missing, or has another shape.
@@ -299,7 +299,7 @@ def _match(
         stored = find_name(names, available, base_prefix)
         if stored is not None:
             matched.append((stored, entry))
-        # A buffer that has numbers already was computed by the model's constructor.
+        # A buffer that already has values was computed by the model's constructor.
         elif not entry.is_buffer or entry.tensor.is_meta:
             missing.append(entry.names[0])
     if missing:
@@ -318,7 +318,7 @@ def _match(
 def _missing_text(
     missing: Sequence[str], available: Sequence[str], prefix: str, path: str | Path
 ) -> str:
-    """Say which names were looked for, which the files have, and how to bring them together."""
+    """Return a text with the names looked for, those in the files, and how to match them."""
     sought = [name.removeprefix(f"{prefix}.") for name in missing] if prefix else missing
     looked_for = f", looked for as {', '.join(sought[:3])}..." if prefix else ""
     advice = "rename the tensors, or load a state dict with module.load_state_dict(...)"
@@ -341,14 +341,14 @@ def _missing_text(
 
 
 def _common_outer(names: Sequence[str], inner: Sequence[str], num_files_names: int) -> str | None:
-    """Return what ``names`` have in front of those in ``inner``; ``None`` unless it is so for half
-    of the names in the files."""
+    """Return the prefix that ``names`` have compared with ``inner``; ``None`` unless this holds for
+    at least half of the names in the files."""
     known = set(inner)
     found = Counter[str]()
     for name in names:
         steps = name.split(".")
         splits = ((".".join(steps[:i]), ".".join(steps[i:])) for i in range(1, len(steps)))
-        # The longest rest: many modules end with a norm.weight.
+        # The longest suffix: many modules end with norm.weight.
         found.update([outer for outer, rest in splits if rest in known][:1])
     ((outer, count),) = found.most_common(1) or [("", 0)]
     return outer if count and 2 * count >= num_files_names else None
@@ -356,9 +356,9 @@ def _common_outer(names: Sequence[str], inner: Sequence[str], num_files_names: i
 
 @torch.no_grad()
 def _fill(tensor: Tensor, part: Tensor, device: str) -> None:
-    """Put ``part`` into ``tensor``, which stays the same object (optimizers and ties hold it)."""
+    """Put ``part`` into ``tensor``, which stays the same object for optimizers and tied modules."""
     if not tensor.is_meta:
-        # The DTensor does not see that its local part changes; a graph that saved it must raise.
+        # The DTensor does not notice a write into its local part; a graph that saved it must raise.
         local_tensor(tensor).copy_(part)
         torch.autograd.graph.increment_version(tensor)
         return
@@ -374,10 +374,10 @@ def _fill(tensor: Tensor, part: Tensor, device: str) -> None:
 
 @torch.no_grad()
 def make_buffers(module: MirrorModule, device: str) -> None:
-    """Compute buffers that are in no checkpoint, with the ``_init_weights`` of the model, or of the
-    part of it that has one.
+    """Compute buffers that are not in checkpoints, with the ``_init_weights`` of the model or of an
+    enclosing part of it.
 
-    Only modules without parameters are initialised (tables of rotary embeddings).
+    Only modules without parameters are initialised, such as tables of rotary embeddings.
     """
     initialisers: dict[str, Any] = {"": getattr(module._sp_original, "_init_weights", None)}
     for path, mirror in module.named_modules():

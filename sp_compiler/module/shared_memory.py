@@ -1,4 +1,4 @@
-"""Parameters that share memory with other tensors of a model: ranks' parts of them do not."""
+"""Parameters that share memory with other tensors of a model: once sharded, they no longer do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sp_compiler.base.storage import extent
 
 @dataclass(frozen=True)
 class _Named:
-    """A parameter or buffer, and the bytes of its storage between which its elements lie."""
+    """A parameter or buffer, and the byte range of its elements in its storage."""
 
     what: str
     value: Tensor
@@ -29,14 +29,14 @@ def check_memory_apart(model: nn.Module) -> None:
     A tied parameter, which several modules have, is one parameter.
 
     Raises:
-        ArgumentError: names both. Each rank would get its parts of them in memory of their own, and
-            what a step of the optimizer writes into one would not reach the other.
+        ArgumentError: names both. Each rank would have its parts of them in separate memory, so an
+            optimizer step on one would not change the other.
     """
     for one, other in _sharing(model):
         raise ArgumentError(
             f"{one.what} and {other.what} of the model share memory, which they no longer do once "
-            "ranks have parts of them: a step of the optimizer would change one alone; assign the "
-            "same nn.Parameter to both modules, or make the one of the other in forward"
+            "they are sharded: a step of the optimizer would change only one; assign the same "
+            "nn.Parameter to both modules, or compute one from the other in forward"
         )
 
 
@@ -47,7 +47,7 @@ def _sharing(model: nn.Module) -> Iterator[tuple[_Named, _Named]]:
         ("buffer", model.named_buffers()),
     ):
         for name, value in tensors:
-            # A storage on the meta device has no memory, and one that is made of it later is new.
+            # A storage on the meta device has no memory; memory allocated for it later is new.
             if value.numel() and not value.is_meta:
                 named = _Named(f"{kind} {name!r}", value, *_byte_range(value))
                 by_storage[value.untyped_storage()._cdata].append(named)
@@ -71,7 +71,7 @@ def _byte_range(value: Tensor) -> tuple[int, int]:
 
 
 def _common_elements(one: _Named, other: _Named) -> bool:
-    """Return whether the ranges, which overlap, do so in an element: columns may lie in between."""
+    """Return whether overlapping ranges share an element: they may be interleaved columns."""
     if one.value.itemsize != other.value.itemsize:
         return True
     size = (max(one.stop, other.stop) - one.start) // one.value.itemsize

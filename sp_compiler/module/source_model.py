@@ -1,4 +1,4 @@
-"""The user's model after compilation: without storages, except while it is captured.
+"""The user's model after compilation, whose parameters have no data.
 
 Its own ``generate`` runs on the compiled module.
 """
@@ -22,14 +22,15 @@ from sp_compiler.trace.arguments import bound_call
 from sp_compiler.trace.environment import check_capturable
 
 _TAKEN = "_sp_compiler_taken"
-# What raises, since it would be lost, or run without numbers: on every module of the model, and on
-# the model itself. eval() calls train().
+# Methods that raise an error after compilation. Hooks registered on modules of the model would be
+# lost; the model's own forward would run without data. eval() calls train().
 _LOST_HOOKS = (
     *("register_forward_hook", "register_forward_pre_hook"),
     *("register_full_backward_hook", "register_full_backward_pre_hook", "register_backward_hook"),
 )
 _RAISING = ("forward", "train")
-# What may be read of its parameters. Not ``is_leaf``, which an optimizer asks for.
+# Attributes of its parameters that may be read. Not ``is_leaf``, so that an optimizer, which reads
+# it, raises an error.
 _KNOWN = frozenset(
     (
         *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad", "nbytes"),
@@ -44,9 +45,9 @@ def check_not_taken(model: nn.Module) -> None:
     """Raise an error for a model that cannot be compiled (again).
 
     Raises:
-        ArgumentError: not a module; it or a part of it was compiled before; an optimizer holds its
-            parameters.
-        UnsupportedError: a hook on a module inside the model.
+        ArgumentError: it is not a module; it or a part of it was compiled before; an optimizer
+            holds its parameters.
+        UnsupportedError: a module inside the model has a hook.
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"expected a torch.nn.Module, got {type(model).__name__}")
@@ -55,11 +56,11 @@ def check_not_taken(model: nn.Module) -> None:
     if _TAKEN in vars(model):
         raise ArgumentError(
             "this model was compiled before and its parameters now belong to that compiled module; "
-            "build the model anew, or use the compiled module"
+            "build the model again, or use the compiled module"
         )
     _check_parts_not_taken(model)
     check_capturable(model)
-    # It would go on to step the old parameters, whose memory is gone.
+    # It would continue to update the old parameters, whose memory is gone.
     holders = [] if are_held_by_modules_alone(model) else optimizers_of(model.parameters())
     if holders:
         raise ArgumentError(
@@ -86,10 +87,10 @@ def _check_parts_not_taken(model: nn.Module) -> None:
 
 
 class TakenParameter(nn.Parameter):
-    """A parameter of the model after its compilation: all that is known but the numbers.
+    """A parameter of the model after its compilation: only its metadata can be read.
 
-    On ``meta`` alone it would do worse than raise: an optimizer trains nothing, a ``state_dict`` is
-    saved without numbers, a layer of the model computes what happens to be in memory.
+    A plain parameter on ``meta`` would fail silently: an optimizer would train nothing, a
+    ``state_dict`` would be saved without data, a layer of the model would return arbitrary memory.
     """
 
     @classmethod
@@ -101,7 +102,7 @@ class TakenParameter(nn.Parameter):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         name = func.__name__
-        if name == "__get__":  # of an attribute
+        if name == "__get__":  # the getter of an attribute
             name = func.__self__.__name__  # type: ignore[attr-defined]
         if name not in _KNOWN:
             _raise_taken()
@@ -121,7 +122,8 @@ def _taken_parameter(parameter: Tensor) -> TakenParameter:
 
 
 class Original:
-    """A model that raises when it is called, and when its parameters are, but for their metadata.
+    """A model that raises an error when it is called, or when its parameters are used except for
+    their metadata.
 
     Args:
         model: the model to take over; its parameters are replaced.
@@ -131,13 +133,13 @@ class Original:
     def __init__(self, model: nn.Module, mirror: nn.Module) -> None:
         self.model = model
         self._own = {name: vars(model)[name] for name in _RAISING if name in vars(model)}
-        # On the objects, not in a list: a mark goes when its model goes.
+        # Marks are on the objects, not in a list, so that they are freed with the model.
         vars(model)[_TAKEN] = True
         kept = {id(parameter) for parameter in mirror.parameters()}
         for parameter in model.parameters():
             setattr(parameter, _TAKEN, True)
-            # On several ranks others take their place. Whoever has listed these before, in groups
-            # for an optimizer, would train what no forward reads.
+            # On several ranks, other parameters replace them. If a user has already put them into
+            # groups for an optimizer, it would train parameters that no forward reads.
             if id(parameter) not in kept and type(parameter) is nn.Parameter:
                 parameter.__class__ = TakenParameter
         self._put_to_sleep(mirror)
@@ -181,16 +183,17 @@ class Original:
         is not that of their parameters.
         """
         model = self.model
-        # Modes of its own, which the user may have set on single modules.
+        # The model's own modes, which the user may have set on single modules.
         modes = [module.training for module in model.modules()]
-        # Inside: there may be no memory even for this, and the model must be put to sleep again.
+        # Inside the try: even this may run out of memory, and the model must be put to sleep again.
         try:
             self._restore_methods()
-            # The user switches the mirror to train or eval, and its buffers are written back.
+            # The user switches the mode of the mirror, and calls write into its buffers.
             for module, twin in zip(model.modules(), mirror.modules(), strict=True):
                 module.training = twin.training
                 module._buffers.update(twin._buffers)
-            # A stage of a pipeline has some of the parameters; they tell the device of all.
+            # A stage of a pipeline has only some parameters; all others are taken to be on the same
+            # device.
             present = next(mirror.parameters(), None)
             device = None if present is None else present.device
             self._install(
@@ -204,14 +207,14 @@ class Original:
                 module.training = mode
 
     def cast_absent(self, mirror: nn.Module, cast: Callable[[Tensor], Tensor]) -> None:
-        """Apply ``cast``, as ``mirror`` was cast, to parameters that other stages of a pipeline
-        hold: every stage captures the full model."""
+        """Apply ``cast``, which was applied to ``mirror``, to parameters that other stages of a
+        pipeline hold, since every stage captures the full model."""
         held = {id(parameter) for parameter in mirror.parameters()}
 
         def make(parameter: Tensor) -> TakenParameter:
             if id(parameter) in held:
                 return _taken_parameter(parameter)
-            # Of a tensor with memory: a move to another device raises for one without.
+            # Tried on a tensor with memory: without, a move to another device raises an error.
             dtype = cast(torch.empty(0, dtype=parameter.dtype)).dtype
             return TakenParameter(_plain(parameter).to(dtype), parameter.requires_grad)
 
@@ -245,11 +248,12 @@ class Original:
         made: dict[int, nn.Parameter] = {}
         for module, twin in zip(self.model.modules(), mirror.modules(), strict=True):
             for name, parameter in twin._parameters.items():
-                # A stage of a pipeline lacks what other stages hold; the model has its shape still.
+                # A stage of a pipeline lacks the parameters of other stages; the model still has
+                # their shapes.
                 source = module._parameters[name] if parameter is None else parameter
                 if source is None:
                     continue
-                # By identity: tied parameters must be one in the capture, for it is how ties are
+                # By identity: tied parameters must be one object in the capture, by which ties are
                 # found.
                 if id(source) not in made:
                     value = make(source)
@@ -309,7 +313,7 @@ def _without_memory(
     if device.type == "meta":
         return _plain(parameter).to(dtype)
     tensor = torch.empty(parameter.shape, dtype=dtype, device=device)
-    # Not on meta: capture must see the device, and refuse code that reads a weight's numbers.
+    # Not on meta: the capture must see the device, and refuse code that reads values of a weight.
     tensor.untyped_storage().resize_(0)
     return tensor
 
@@ -331,12 +335,12 @@ def generate(
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError(
-            "generate() runs the encoder alone, which is no module that can be called by itself "
-            "here; load module.full_state_dict(), which all ranks must call, into a new model and "
+            "generate() runs the encoder separately, which is not possible in a compiled model; "
+            "load module.full_state_dict(), which all ranks must call, into a new model and "
             "generate with that"
         )
-    # Transformers looks methods up on the class of the object, and calls super() in them: an object
-    # that is of both classes and shares everything with the module has all of them.
+    # Transformers looks up methods on the class of the object, and they call super(). An object of
+    # both classes, which shares its attributes with the module, has all of them.
     members = {"__call__": _call_with_few_arguments}
     face: Any = object.__new__(type(kind.__name__, (type(module), kind), members))
     object.__setattr__(face, "__dict__", module.__dict__)
@@ -346,8 +350,8 @@ def generate(
 
 def _call_with_few_arguments(face: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the module without ``return_dict`` if it has the model's default."""
-    # Where an argument goes into **kwargs, torch.export leaves no sizes open, and the growing
-    # sequence would be compiled at every length.
+    # If an argument goes into **kwargs, torch.export leaves no sizes open, and the growing sequence
+    # would be compiled for every length.
     own = getattr(getattr(face, "config", None), "return_dict", None)
     if own is not None and kwargs.get("return_dict") is own:
         del kwargs["return_dict"]
@@ -360,6 +364,6 @@ def _raise_taken(*args: Any, **kwargs: Any) -> NoReturn:
         "this model was compiled by sp_compiler and its parameters belong to the module that "
         "sp_compiler.compile returned. Use that instead: call it, train and evaluate it, register "
         "hooks on it, give its parameters() to the optimizer, save its full_state_dict(), load "
-        "with its load_state_dict() or load_pretrained(). Changes of the model itself, such as "
-        "resize_token_embeddings(), come before the compilation"
+        "with its load_state_dict() or load_pretrained(). Change the model itself, for example by "
+        "resize_token_embeddings(), before the compilation"
     )

@@ -1,4 +1,4 @@
-"""State of one compiled module besides its parameters."""
+"""State of one compiled module in addition to its parameters."""
 
 from __future__ import annotations
 
@@ -51,29 +51,29 @@ class ModuleState:
         root: the user's module, with its tree and its parameters.
         original: the model that was taken over.
         build: compiles; see :class:`~sp_compiler.module.distributed_module.DistributedModule`.
-        options: what ``build`` compiles with, by name.
-        initial_weights: "compare" or "broadcast", over the ranks, before they have parts.
+        options: options with which ``build`` compiles, by name.
+        initial_weights: "compare" or "broadcast", over the ranks, before they are sharded.
 
     Attributes:
         layout: how parameters are stored, shared with the modules of the tree.
-        signature: of the model's own forward.
+        signature: signature of the model's own forward.
         unordered: keyword arguments whose order that forward cannot see; ``None`` for all.
-        modules, parameters, buffers: by name.
+        modules, parameters, buffers: those of ``root``, by name.
         programs: one executor for each kind of call.
         fsdp: the parameters that FSDP2 manages.
         fsdp_options: options for FSDP2 once parameters are placed; ``None`` after that, or if the
             user applies FSDP2.
         absent_dtype: compute dtype of other stages of a pipeline; ``None`` if it is that of their
             parameters.
-        loss_only: whether the next call is for the loss alone; ``build`` compiles accordingly.
+        loss_only: whether the next call needs only the loss; ``build`` compiles accordingly.
         agreement: compares the ranks' calls.
-        compared: kind and name of the tensors that were compared over the ranks.
-        fixed: placements of all parameters that a program uses; ``None`` before the first one.
-        ties: names of parameters that were one when a program was compiled.
+        compared: kinds and names of the tensors that were compared over the ranks.
+        fixed: placements of all parameters that a program uses; ``None`` before the first program.
+        ties: groups of names of parameters that were tied when a program was compiled.
         latest: the last program that ran or was compiled.
         latest_key: key of the last call, without decisions.
         compiled_for: arguments of the last call that was compiled, as text by name, and its key.
-        steps: runs calls from recorded graphs; ``None`` if none is to be recorded.
+        steps: runs calls from recorded graphs; ``None`` if nothing is recorded.
         has_data: whether no parameter or buffer was on the meta device at the last check.
     """
 
@@ -92,11 +92,11 @@ class ModuleState:
         self.initial_weights = initial_weights
         self.compared: set[str] = set()
         self.layout: Layout = root._sp_layout
-        # Read once: while the model is awake or asleep its ``forward`` is another one.
+        # Read once, since ``forward`` of the model is replaced while it is asleep.
         self.signature = inspect.signature(original.forward)
         self.unordered = unordered_keywords(original.forward)
-        # Modules are fixed from here on, while their tensors may be replaced, so only those are
-        # looked up anew.
+        # Modules are fixed from now on. Their tensors may be replaced, so only these are looked up
+        # in every call.
         self.modules: dict[str, nn.Module] = dict(root.named_modules(remove_duplicate=False))
         self.parameters = NamedTensors(self.modules, "_parameters")
         self.buffers = NamedTensors(self.modules, "_buffers")
@@ -142,7 +142,7 @@ class ModuleState:
             self.options,
             self.initial_weights,
         )
-        # What was compared on the ranks is alike in their copies too.
+        # Tensors that are equal on all ranks are equal in the copies too.
         result.compared = set(self.compared)
         result.programs = self.programs.mapped(lambda old: result.executor(old.compiled))
         result.fixed = None if self.fixed is None else dict(self.fixed)
@@ -181,7 +181,7 @@ class ModuleState:
             autocast = () if self.latest_key is None else self.latest_key.autocast
             return call_block(block, Invocation(invoke, forms, autocast), values)
 
-        # Gathered parameters are as good as others: their gradients need no look at FSDP.
+        # Gathered parameters are like others: their gradients do not involve FSDP.
         managed = frozenset if gathered else self.managed
         return Executor(
             compiled, tp, call, self.deferred, managed, weights,
@@ -197,28 +197,28 @@ class ModuleState:
     def waits_over_data(self) -> bool:
         """Whether ranks along data axes wait for each other: in FSDP, and to compare weights.
 
-        Without FSDP one of them may catch an error by itself and go on.
+        Without FSDP, one of them may catch an error and continue by itself.
         """
         return self.fsdp_options is not None or self.fixed is None or bool(self.managed())
 
     def managed(self) -> Mapping[str, Any]:
-        """FSDP's records of the parameters that it gathers and shards, by name."""
-        # By the number of hooks, for ``fully_shard`` announces itself in no other way.
+        """Return FSDP's records of the parameters that it gathers and shards, by name."""
+        # The number of hooks tells whether ``fully_shard`` was applied; there is no other sign.
         return self.fsdp.parameters(self.layout.num_hooks)
 
     def kept_placements(self) -> dict[str, Placement] | None:
-        """The placements that a compilation has to keep; ``None`` before the first one."""
+        """Return the placements that a compilation must keep; ``None`` before the first one."""
         if self.fixed is None:
             return None
-        # FSDP gathers into the memory that a parameter had when it was applied, whole over "tp":
-        # one that no program has used yet must stay so.
+        # FSDP gathers into a buffer of the size that a parameter had when FSDP was applied. A
+        # parameter that no program has used yet was replicated over "tp", and must stay so.
         return {**dict.fromkeys(self.managed(), I), **self.fixed}
 
     def computed_as(self) -> dict[int, tuple[torch.dtype, torch.device]]:
         """Return dtype and device, by ``id``, of managed parameters while their block runs.
 
-        Otherwise FSDP's mixed precision stores them in another dtype, and its offloading on another
-        device.
+        At other times they may have another dtype, by FSDP's mixed precision, and be on another
+        device, by its offloading.
         """
         return {
             id(parameter): (compute_dtype(record, parameter.dtype), record.device)
@@ -234,7 +234,7 @@ class ModuleState:
         return torch.device("cpu")
 
     def compiled(self, what: str) -> CompiledProgram:
-        """The latest program.
+        """Return the latest program.
 
         Raises:
             NotCompiledError: there is none, so the module has no ``what`` yet.

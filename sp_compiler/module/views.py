@@ -22,7 +22,7 @@ class SignedForward:
     def __get__(self, module: Any, owner: type | None = None) -> Callable[..., Any]:
         if module is None:
             return self._function
-        # Not a bound method, which takes no signature of its own.
+        # Not a bound method, which cannot have its own signature.
         bound = functools.partial(self._function, module)
         bound.__signature__ = module._sp_state.signature  # type: ignore[attr-defined]
         return bound
@@ -32,7 +32,7 @@ class NamedTensors(Mapping[str, Tensor]):
     """Parameters or buffers by name, looked up in their modules at the moment of use."""
 
     def __init__(self, modules: Mapping[str, nn.Module], kind: str) -> None:
-        # Under every name of a tied tensor, as checkpoints have them.
+        # Includes every name of a tied tensor, as in checkpoints.
         self._owners = {
             f"{path}.{name}" if path else name: (getattr(module, kind), name)
             for path, module in modules.items()
@@ -46,8 +46,8 @@ class NamedTensors(Mapping[str, Tensor]):
         return value
 
     def current(self) -> list[Tensor]:
-        """Return all current ones, in order."""
-        # In place of values(), which looks each up by its name: every call reads all parameters.
+        """Return all current tensors, in order."""
+        # Instead of values(), which looks up each name: every call reads all parameters.
         return [owner[attribute] for owner, attribute in self._owners.values()]
 
     def replace(self, name: str, value: Tensor) -> None:
@@ -71,7 +71,7 @@ def tied_names(tensors: Mapping[str, Tensor]) -> list[list[str]]:
 
 
 class ModelMethods(nn.Module):
-    """Those methods of ``nn.Module`` that models override, as the model's own class has them.
+    """Methods of ``nn.Module`` that models override, as the model's own class defines them.
 
     ``train`` keeps norms frozen or merges adapters, ``_load_from_state_dict`` renames weights of
     older checkpoints. They run on this module, which has the parameters and buffers.
@@ -81,11 +81,11 @@ class ModelMethods(nn.Module):
 
 
 OPERATORS = ("__getitem__", "__setitem__", "__len__", "__iter__", "__contains__", "__reversed__")
-"""Methods that Python looks up in the class alone, and ``nn.Module`` has not."""
+"""Methods that Python looks up only in the class, and that ``nn.Module`` does not have."""
 
 
 def of_the_model(name: str) -> Callable[..., Any]:
-    """Return a method that runs that of the original's class on the module."""
+    """Return a method that runs the one of the original's class on the module."""
 
     def method(self: ModelMethods, *args: Any, **kwargs: Any) -> Any:
         return getattr(type(self._sp_original), name)(self, *args, **kwargs)
@@ -94,8 +94,8 @@ def of_the_model(name: str) -> Callable[..., Any]:
     return method
 
 
-# Not those that list modules, which have to be all, nor _apply: that of recurrent layers collects
-# parameters, which the model does not have.
+# Not those that list modules, since all modules must be listed, nor _apply: that of recurrent
+# layers collects parameters of the original model, which has none.
 for _name in (
     *("train", "eval", "requires_grad_", "parameters", "named_parameters", "apply"),
     *("to", "type", "cpu", "cuda", "float", "double", "half", "bfloat16"),

@@ -45,16 +45,16 @@ class Weights(MirrorModule):
         Args:
             path: a ``.safetensors`` file, or a folder as HuggingFace's ``save_pretrained`` writes
                 it, with one file, or several and an index.
-            prefix: name of the inner module that the files belong to, such as ``"encoder"`` for an
+            prefix: name of the inner module to which the files belong, such as ``"encoder"`` for an
                 encoder in your own wrapper; names in the files are relative to it. Parameters
                 outside of it do not change.
 
         Returns:
-            Names of tensors in the files that the model has no parameter or buffer for.
+            Names of tensors in the files for which the model has no parameter or buffer.
 
         Raises:
-            ArgumentError: no such file; no module named ``prefix``; a parameter is missing in the
-                files or has another shape.
+            ArgumentError: there is no such file, or no module named ``prefix``; a parameter is
+                missing in the files or has another shape.
             RankMismatchError: the ranks found different files.
         """
         with self._sp_state.group.reporting():
@@ -63,28 +63,28 @@ class Weights(MirrorModule):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Like that of any module; tied parameters stay tied with ``assign`` too.
+        """Like ``nn.Module.load_state_dict``; tied parameters stay tied with ``assign`` too.
 
         Raises:
             ArgumentError: parameters are on the meta device, and ``assign`` is not set.
         """
         parameters = self._sp_state.parameters
         unfilled = [name for name in state_dict if name in parameters and parameters[name].is_meta]
-        # torch warns for each that it did nothing.
+        # torch would only warn for each that nothing was copied.
         if unfilled and not assign:
             raise ArgumentError(
                 f"{len(unfilled)} parameters are on the meta device ({', '.join(unfilled[:3])}...) "
                 "and have no memory to copy to: pass assign=True, or call "
                 "module.load_pretrained(path)"
             )
-        # With assign torch puts a new parameter under each name.
+        # With assign, torch puts a new parameter under each name.
         ties = tied_names(parameters)
         result = super().load_state_dict(state_dict, strict, assign)
         for first, *others in ties if assign else ():
             for name in others:
                 parameters.replace(name, parameters[first])
         if assign:
-            # Tables that no state dict has, on the device that the parameters are on now.
+            # Buffers that are not in state dicts, on the device of the parameters.
             make_buffers(self, device_type_of(self))
         return result
 
@@ -106,9 +106,9 @@ class Weights(MirrorModule):
             return _full_state_dict(self, state.group)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Like that of any module; every rank must call it, to reorder fused weights."""
+        """Like ``nn.Module.state_dict``; every rank must call it, to reorder fused weights."""
         state = self._sp_state
-        # Without fused weights nothing has to be exchanged, and ranks may save on their own.
+        # Without fused weights nothing is communicated, and a rank may save by itself.
         if all(placement.is_in_order for _, placement in state.stored()):
             return super().state_dict(*args, **kwargs)
         with state.group.reporting():
@@ -121,10 +121,10 @@ class Weights(MirrorModule):
         Raises:
             UnsupportedError: on several ranks, without ``state_dict=`` with unsharded weights.
         """
-        # HuggingFace would take state_dict() itself, one rank's part of each weight.
+        # By default, HuggingFace saves state_dict(), which has one rank's part of each weight.
         if self._sp_state.group.world_size > 1 and kwargs.get("state_dict") is None:
             raise UnsupportedError(_NO_SHARDED_SAVE)
-        # HuggingFace empties the dict that it is given.
+        # A copy, since HuggingFace empties the dict.
         if kwargs.get("state_dict") is not None:
             kwargs["state_dict"] = dict(kwargs["state_dict"])
         return super().__getattr__("save_pretrained")(folder, *args, **kwargs)
@@ -132,9 +132,9 @@ class Weights(MirrorModule):
 
 @contextlib.contextmanager
 def _without_advice() -> Iterator[None]:
-    """Context without torch's warning that to gather over two axes takes two collectives.
+    """Context without torch's warning that gathering over two axes takes two collectives.
 
-    It advises a group over both, which is not worth it for what is called once in a while.
+    It advises a group over both, which is not worthwhile for rare calls.
     """
     logger = logging.getLogger("torch.distributed.tensor._redistribute")
     was_disabled, logger.disabled = logger.disabled, True
@@ -147,20 +147,20 @@ def _without_advice() -> Iterator[None]:
 @torch.no_grad()
 @_without_advice()
 def _full_state_dict(module: nn.Module, group: TensorParallelGroup) -> dict[str, Tensor]:
-    """Return the unsharded state of ``module`` on the CPU of rank 0; ``{}`` on other ranks; a
+    """Return the unsharded state of ``module`` on the CPU of rank 0, ``{}`` on other ranks; a
     collective call."""
-    # One rank in all, for those of other batches hold the same weights.
+    # Only one rank of the job, since ranks with other batches hold the same weights.
     keeps = group.rank == group.data.rank == 0
     made: dict[int, Any] = {}
     result = {}
-    # keep_vars: tied parameters are one object then, and stay one tensor.
+    # With keep_vars tied parameters are one object, and so become one tensor.
     for name, value in module.state_dict(keep_vars=True).items():
         if id(value) not in made:
             full = value.full_tensor() if isinstance(value, DTensor) else value
             if isinstance(full, Tensor):
-                # Dropped at once on the other ranks: none of them has room for a whole model.
+                # Dropped at once on other ranks, which may lack memory for the full model.
                 full = full.detach().cpu() if keeps else None
-            # With its source: another object could get its id once it is gone.
+            # The source is kept alive, so that no other object gets its id.
             made[id(value)] = value, full
         result[name] = made[id(value)][1]
     return result if keeps else {}

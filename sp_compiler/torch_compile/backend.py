@@ -33,7 +33,7 @@ def sp_compiler_backend(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """Compile a graph that dynamo captured, at its first call, which also raises every error.
+    """Return a function that compiles a graph of dynamo at its first call, and raises all errors.
 
     Parameters remain the user's own, full on every rank; the compiled graph reads its shards and
     gives every parameter its full gradient, the same on all ranks. All ranks must call the model
@@ -47,19 +47,19 @@ def sp_compiler_backend(
         mode: not supported.
 
     Raises:
-        ArgumentError: at the first call: unknown options, invalid values, no process group of the
-            right size.
-        UnsupportedError: at the first call: with ``strict``, a costly part of the graph is
+        ArgumentError: at the first call, for unknown options, invalid values, or if there is no
+            process group of the right size.
+        UnsupportedError: at the first call with ``strict``, if a costly part of the graph is
             replicated.
     """
     try:
         compile_options, group = _parse(options or {}, mode, _device_type(example_inputs))
         graph = DynamoGraph.of(module, example_inputs)
     except SPCompilerError as error:
-        # Raised here, torch would wrap it in an error of its own, unlike those of later calls.
+        # If it were raised here, torch would wrap it in its own error, unlike those of later calls.
         return partial(_raise, error)
 
-    # One for all sizes, so that it warns once.
+    # One object for all sizes, so that it warns once.
     check_fallbacks = FallbackCheck(compile_options, group.rank)
 
     def compile_for(model: nn.Module, tensors: Sequence[Tensor]) -> PlannedProgram:
@@ -103,7 +103,7 @@ def _parse(
             f"options={{{', '.join(f'{name!r}: ...' for name in unknown)}}}: "
             f"{expected_one_of(unknown[0], _OPTIONS)}"
         )
-    # Code behind a graph break is eager, and computes with what it gets as with any tensor.
+    # Code after a graph break runs eagerly, and treats these outputs as ordinary tensors.
     if options.get("outputs", "replicate") != "replicate":
         raise ArgumentError(
             f"outputs={options['outputs']!r}: torch.compile needs replicated outputs; expected "
@@ -115,8 +115,8 @@ def _parse(
     checked = CompileOptions.of(1 if tp is None else tp, values)
     if checked.cuda_graphs:
         raise ArgumentError(
-            "cuda_graphs=True: torch.compile calls the compiled graphs, and records none; use "
-            "sp_compiler.compile, or leave it out"
+            "cuda_graphs=True: torch.compile calls the compiled graphs, without recording them; "
+            "use sp_compiler.compile, or leave it out"
         )
     if checked.tp > 1:
         checked.refuse_device_memory("backend")
@@ -127,6 +127,6 @@ def _parse(
 
 def _device_type(example_inputs: Sequence[Any]) -> str:
     tensors = [value for value in example_inputs if isinstance(value, Tensor)]
-    # Parameters first: a forward may move its inputs to where they are.
+    # Parameters first: a forward may move its inputs to their device.
     parameters = [value for value in tensors if isinstance(value, nn.Parameter)]
     return next((tensor.device.type for tensor in (*parameters, *tensors)), "cpu")

@@ -38,7 +38,7 @@ class GraphKey(CallKey):
 
 @dataclass(frozen=True)
 class _Compiled:
-    """A program, and which outputs of the graph are inputs of it (positions of both)."""
+    """A program, and the outputs of the graph that are its inputs (position to position)."""
 
     executor: Executor
     returned_inputs: dict[int, int]
@@ -47,15 +47,15 @@ class _Compiled:
 class CompiledGraph:
     """Callable that replaces dynamo's graph; compiles for each new kind of inputs.
 
-    Sizes that dynamo left open are fixed here: programs have static shapes, one program per
-    combination, and the least recently used ones are dropped. So are numbers that the graph reads
-    from its inputs and buffers.
+    Sizes that dynamo left open are fixed here, and so are numbers that the graph reads from its
+    inputs and buffers: there is one program with static shapes per combination, and the least
+    recently used ones are dropped.
 
     Args:
         graph: dynamo's graph.
-        group: the ranks that it runs on.
+        group: the ranks on which it runs.
         build: ``build(model, example_inputs)`` compiles; outputs must be replicated.
-        options: options of ``build`` by name; every rank must have the same.
+        options: options of ``build`` by name; they must be the same on every rank.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class CompiledGraph:
         _refuse_distributed(bound)
         compiled = self._compiled(bound)
         executor = compiled.executor
-        # In every call anew: an optimizer writes the full parameters.
+        # In every call, since an optimizer writes the full parameters.
         params = local_parameters(
             self._group.communicator, bound.params, executor.compiled.param_placements
         )
@@ -97,17 +97,17 @@ class CompiledGraph:
         run = executor.run(params, bound.buffers, bound.tensors, seed)
         with torch.no_grad():
             for name, value in run.mutated_buffers.items():
-                # In place, for the model and other graphs hold the same tensor.
+                # In place, since the model and other graphs refer to the same tensor.
                 bound.buffers[name].copy_(value)
         outputs = pytree.tree_unflatten(run.outputs, executor.compiled.program.out_spec)
-        # An output that is an input in eager is that very object here too.
+        # An output that is an input in eager mode is the same object here too.
         returned = compiled.returned_inputs
         return tuple(
             args[returned[index]] if index in returned else out for index, out in enumerate(outputs)
         )
 
     def _compiled(self, bound: BoundInputs) -> _Compiled:
-        """Return the program for these inputs, compiled if necessary, on all ranks alike."""
+        """Return the program for these inputs, compiled on all ranks if necessary."""
         plain = call_key((), bound.params.values(), bound.values, self._graph.fingerprint)
         # Dynamo may leave numbers (`lengths.max().item()`) and layouts to the graph.
         key = self._programs.decided(GraphKey(**vars(plain)), bound.tensors, bound.buffers)
@@ -116,8 +116,7 @@ class CompiledGraph:
         def names() -> list[str]:
             return [str(index) for index in range(len(bound.values))]
 
-        # Also where a program is there: a rank that compiles while others run would leave them
-        # waiting.
+        # Even if there is a program: other ranks would wait for one that compiles.
         self._agreement.begin_call(key, bound.values, names, compiled=compiled is not None)
         if compiled is None:
             compiled = self._add_program(bound, key)
@@ -125,12 +124,12 @@ class CompiledGraph:
 
     def _add_program(self, bound: BoundInputs, key: CallKey) -> _Compiled:
         """Compile for inputs that have no program, and put the program into the cache."""
-        # Once per program: ranks whose weights differ would train apart without an error.
+        # Once per program: ranks with different weights would silently diverge.
         if self._group.board is not None:
             parameters = {f"parameter {name!r}": p for name, p in bound.params.items()}
             self._agreement.require_equal("compares its weights", fingerprints(parameters))
         model = self._graph.as_model(bound)
-        # Constants that are made now outlive the caller's inference_mode.
+        # Constants made now outlive the caller's inference_mode.
         with (
             COMPILING,
             callers_modes_kept(),
@@ -141,12 +140,12 @@ class CompiledGraph:
                 compiled = self._build(model, bound.tensors)
             except UnsupportedError as error:
                 raise model.in_dynamos_words(error) from error.__cause__
-        # An executor of its own: other sizes are other graphs, with other things to keep.
+        # A separate executor, since programs for other sizes save other tensors.
         executor = Executor(compiled, self._group.communicator)
         compile_kernels(self._agreement, compiled)
         decisions = compiled.program.decisions
         key = replace(key, decisions=tuple(map(str, decisions)))
-        # Nobody knew before what the graph reads.
+        # Only now it is known what the graph reads.
         self._agreement.require_equal("has compiled", key.parts())
         entry = _Compiled(executor, model.returned_inputs)
         self._programs.put(key, entry, decisions=decisions)

@@ -24,20 +24,20 @@ _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 _INVOKE = torch.ops.higher_order.invoke_subgraph
 # The steps of an expression such as ``L['self']._modules['layers']._modules['0'].weight``.
 _STEP = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]|([A-Za-z_]\w*|\d+)")
-# Its first one, where it is a module: ``L`` are the locals of the function that dynamo traces.
+# Its first step, if it is a module: ``L`` is for locals of the function that dynamo traces.
 _ROOT = re.compile(r"[LG]\['[^']+'\](?=\.|$)")
-# What all derivatives of ``torch.func`` begin with, by torch's name.
+# Functions of torch that all derivatives of ``torch.func`` call first.
 _DERIVATIVES = ("_grad_increment_nesting", "_jvp_increment_nesting")
 # An argument of :meth:`GraphModel.forward` as the capture calls it.
 _CAPTURED = re.compile(r"'tensors_(\d+)'")
 _TABLES = ("_modules", "_parameters", "_buffers")
-# How dynamo writes a table behind a forward that reads ``self.__dict__``.
+# How dynamo writes a table of a forward that reads ``self.__dict__``.
 _OWN_TABLE = re.compile(rf"\.__dict__\['({'|'.join(_TABLES)})'\]")
 
 
 @dataclass(frozen=True)
 class BoundInputs:
-    """The arguments of one call: full parameters and buffers by name, and the other values."""
+    """The arguments of one call: full parameters and buffers by name, and all other values."""
 
     params: dict[str, Tensor]
     buffers: dict[str, Tensor]
@@ -70,15 +70,15 @@ class DynamoGraph:
 
     @classmethod
     def of(cls, module: GraphModule, example_inputs: Sequence[Any]) -> DynamoGraph:
-        """Read ``module`` while dynamo's notes on it are there; paths are rewritten in place.
+        """Read ``module`` while it has dynamo's annotations; paths are rewritten in place.
 
         Raises:
             UnsupportedError: it differentiates, or an input is neither a tensor nor a number.
         """
         _refuse_derivatives(module)
         nodes = module.graph.find_nodes(op="placeholder")
-        # Dynamo drops its notes once the backend has returned, and the graph is compiled at its
-        # first call.
+        # Read now: dynamo drops its annotations once the backend has returned, but the graph is
+        # compiled at its first call.
         sources = [_source(node) for node in nodes]
         kinds = tuple(map(_kind, nodes, example_inputs, sources))
         bodies = [body for body in module.modules() if isinstance(body, GraphModule)]
@@ -87,7 +87,7 @@ class DynamoGraph:
         for body in bodies:
             _dot_module_paths(body, root)
         if module.graph.find_nodes(op="call_function", target=_CHECKPOINT):
-            # The flag asks for less memory, and who set it should know that another one decides.
+            # A user who has set the flag for less memory should know that it has no effect.
             warn(
                 "gradient checkpointing inside the model is ignored: recompute= of sp_compiler "
                 "governs"
@@ -108,13 +108,13 @@ class DynamoGraph:
         return bound
 
     def as_model(self, bound: BoundInputs) -> GraphModel:
-        """A module that owns these parameters and buffers; its arguments are ``bound.tensors``."""
+        """Return a module that owns these parameters and buffers, for ``bound.tensors``."""
         return GraphModel(self, bound)
 
 
 @dataclass
 class _Seen:
-    """Findings of a run; a separate object, because export undoes assignments to a module's
+    """Results of a run; a separate object, because export undoes assignments to a module's
     attributes."""
 
     returned_inputs: dict[int, int] = field(default_factory=dict)
@@ -142,7 +142,7 @@ class GraphModel(nn.Module):
             else:
                 owner._buffers[leaf] = bound.buffers[name]
             self._sp_slots.append((owner, leaf))
-        # Numbers (which dynamo makes inputs when they change) are part of the captured graph.
+        # Numbers are part of the captured graph; dynamo turns them into inputs when they change.
         self._sp_values = [None if isinstance(v, Tensor) else (v,) for v in bound.values]
         outer = [s for s, slot in zip(graph.sources, self._sp_slots, strict=True) if slot is None]
         self._sp_sources = [
@@ -155,8 +155,8 @@ class GraphModel(nn.Module):
         return self._sp_seen.returned_inputs
 
     def in_dynamos_words(self, error: SPCompilerError) -> SPCompilerError:
-        """Return an error of the capture with dynamo's expressions of inputs in place of the names
-        that :meth:`forward` gives them."""
+        """Return an error of the capture in which dynamo's expressions of inputs replace their
+        names in :meth:`forward`."""
         return type(error)(_CAPTURED.sub(lambda match: self._sp_sources[int(match[1])], str(error)))
 
     def forward(self, *tensors: Tensor) -> Any:
@@ -173,9 +173,10 @@ class GraphModel(nn.Module):
 
 
 class _InliningInterpreter(Interpreter):
-    """Runs the bodies of checkpointed and marked regions in place of the regions.
+    """Runs the bodies of checkpointed and marked regions inline.
 
-    A number that dynamo passes as a tensor is one already.
+    ``item()`` of a float that dynamo passes as a tensor returns the number, since
+    :meth:`DynamoGraph.bind` has converted it already.
     """
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -193,20 +194,20 @@ class _InliningInterpreter(Interpreter):
 
 
 def _refuse_derivatives(module: GraphModule) -> None:
-    # Before any of it runs: it would leave hooks on saved tensors switched off in this process.
+    # Before any of it runs, which would leave hooks on saved tensors disabled in this process.
     nodes = iter(module.graph.nodes)
     if any(getattr(node.target, "__name__", "") in _DERIVATIVES for node in nodes):
-        # Dynamo notes no line of the beginning itself.
+        # Dynamo records no line for that function itself.
         line = next(filter(None, map(source_line, nodes)), "")
         raise UnsupportedError(
-            "forward differentiates by torch.func (grad, vjp, jvp, jacrev, ...), which cannot be "
-            f"captured: {line}; write the derivative out, or take it outside of what is compiled "
-            "(torch.autograd.grad)"
+            "forward differentiates with torch.func (grad, vjp, jvp, jacrev, ...), which cannot be "
+            f"captured: {line}; write the derivative by hand, or compute it outside of the "
+            "compiled function (torch.autograd.grad)"
         )
 
 
 def _submodule(root: nn.Module, path: str) -> nn.Module:
-    """The module at ``path`` below ``root``, made if need be."""
+    """Return the module at ``path`` below ``root``, made if necessary."""
     for step in path.split(".") if path else ():
         if step not in root._modules:
             root._modules[step] = nn.Module()
@@ -231,7 +232,7 @@ def _kind(node: Node, example: Any, source: str) -> InputKind:
                 "and numbers are supported"
             )
         return "value"
-    # A float that changes from call to call: part of the key, for the graph is traced with it.
+    # A float that changes between calls: part of the key, since the graph is traced with it.
     if getattr(node.meta.get("grapharg"), "pass_arg_as_tensor", False):
         return "number"
     if isinstance(example, nn.Parameter):
@@ -242,8 +243,8 @@ def _kind(node: Node, example: Any, source: str) -> InputKind:
 def _own_root(
     bodies: Sequence[GraphModule], kinds: Sequence[InputKind], sources: Sequence[str]
 ) -> str:
-    """Return the expression of the module that is compiled: ``L['self']``, or what else its forward
-    calls itself; "" if it is a function of several modules."""
+    """Return the expression of the compiled module: ``L['self']``, or another name of the first
+    argument of its forward; "" for a function of several modules."""
     stacks = [
         node.meta.get("nn_module_stack") or {} for body in bodies for node in body.graph.nodes
     ]
@@ -251,7 +252,7 @@ def _own_root(
     owned = [s for s, kind in zip(sources, kinds, strict=True) if kind in ("param", "buffer")]
     matches = map(_ROOT.match, (*paths, *(source for source in owned if "." in source)))
     roots = {match[0] for match in matches if match}
-    # Another module that it calls, an argument or a global, is called itself.
+    # Other modules, arguments or globals, are in ``paths``, since they are called.
     own = roots if len(roots) == 1 else {each for each in roots - paths if each[0] == "L"}
     return own.pop() if len(own) == 1 else ""
 
@@ -259,7 +260,7 @@ def _own_root(
 def _unique_names(
     nodes: Sequence[Node], kinds: Sequence[InputKind], sources: Sequence[str], root: str
 ) -> tuple[str, ...]:
-    """Dotted names; the placeholder's own where one is taken, or is a module of another."""
+    """Return dotted names; the placeholder's own name if one is taken or the prefix of another."""
     dotted = [
         dotted_path(source, root) if kind in ("param", "buffer") else node.name
         for node, kind, source in zip(nodes, kinds, sources, strict=True)
@@ -269,16 +270,16 @@ def _unique_names(
     for node, name in zip(nodes, dotted, strict=True):
         inside = any(other.startswith(f"{name}.") for other in dotted)
         names.append(node.name if not name or name in taken or inside else name)
-        # Two inputs with one name may be one tensor that dynamo found by two paths.
+        # Two inputs with the same name may be one tensor that dynamo found by two paths.
         taken.add(names[-1])
     return tuple(names)
 
 
 def dotted_path(expression: str, root: str) -> str:
-    """``L['self']._modules['layers']._modules['0']._parameters['weight']`` as ``layers.0.weight``.
+    """Return ``layers.0.weight`` for ``L['self']._modules['layers']._modules['0']`` and so on.
 
-    The module ``root`` (here ``L['self']``) is dropped, else the scope (``L`` for locals, ``G`` for
-    globals) alone.
+    The module ``root`` (here ``L['self']``) is dropped; otherwise only the scope is (``L`` for
+    locals, ``G`` for globals).
     """
     inner = expression.removeprefix(root)
     steps = [quoted or plain for quoted, plain in _STEP.findall(inner)]
@@ -302,7 +303,7 @@ def _fingerprint(
     names: Sequence[str],
     example_inputs: Sequence[Any],
 ) -> str:
-    # With the bodies of checkpointed regions, which the outer code only names.
+    # Includes the bodies of checkpointed regions, which the outer code only names.
     text = [body.code for body in module.modules() if isinstance(body, GraphModule)]
     for kind, name, example in zip(kinds, names, example_inputs, strict=True):
         # Shapes of values are part of each call's key; those of parameters never change.

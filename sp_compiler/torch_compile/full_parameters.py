@@ -1,4 +1,4 @@
-"""Full parameters on every rank; a compiled program reads one rank's parts of them."""
+"""Full parameters on every rank, of which a compiled program reads this rank's parts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sp_compiler.ops.communicator import Communicator
 from sp_compiler.runtime.parameter_gradients import opaque
 from sp_compiler.runtime.region_call import forbid_double_backward
 
-# Large enough for full bandwidth, small enough beside the gradients themselves.
+# Large enough for full bandwidth, small compared with the gradients themselves.
 _BUCKET_BYTES = 64 << 20
 
 
@@ -29,12 +29,12 @@ def local_parameters(
         placements: stored placements by name, ``I`` or sharded.
     """
     local = dict(full)
-    # The very parameters, so that autograd accumulates into them without a node in between.
+    # The parameters themselves, so that autograd accumulates into them without a node in between.
     if tp.world_size == 1:
         return local
     sharded = [name for name in full if name in placements and placements[name].is_sharded]
     trained = [name for name in sharded if full[name].requires_grad]
-    # Without a node for autograd: frozen parameters need no gathering.
+    # Without an autograd node, since no gradients of frozen parameters are gathered.
     for name in sharded:
         if not full[name].requires_grad:
             local[name] = tp.part_of(full[name], placements[name])
@@ -57,7 +57,7 @@ class ShardParameters(torch.autograd.Function):
         ctx: Any, tp: Communicator, placements: tuple[Placement, ...], *parameters: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.tp, ctx.placements = tp, placements
-        # A parameter that a call does not use keeps ``None`` for its gradient, as in eager.
+        # The gradient of a parameter that a call does not use stays ``None``, as in eager mode.
         ctx.set_materialize_grads(False)
         return tuple(
             tp.part_of(parameter.detach(), placement)
@@ -81,7 +81,7 @@ def gather_gradients(
     """Return full gradients from all ranks' parts, with one all-gather per bucket of one dtype."""
     result: list[Tensor | None] = [None] * len(grads)
     for bucket in _buckets(grads, bucket_bytes):
-        # One collective for many: the latency of each would be paid per parameter.
+        # One collective for many parameters, instead of a latency for each.
         flat = torch.cat([grad.reshape(-1) for _, grad in bucket])
         ranks = tp.all_gather(flat, "S(0)", "I").view(tp.world_size, -1)
         sizes = [grad.numel() for _, grad in bucket]
@@ -94,7 +94,7 @@ def gather_gradients(
 def _buckets(
     grads: Sequence[Tensor | None], bucket_bytes: int
 ) -> Iterator[list[tuple[int, Tensor]]]:
-    """Positions and gradients of one dtype, at most ``bucket_bytes`` or a single one."""
+    """Yield positions and gradients of one dtype, of at most ``bucket_bytes`` or a single one."""
     by_dtype: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
     for index, grad in enumerate(grads):
         if grad is not None:

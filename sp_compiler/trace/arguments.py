@@ -50,7 +50,7 @@ def check_model(model: Any) -> None:
         if isinstance(getattr(module, "_orig_mod", None), nn.Module):
             raise ArgumentError(
                 f"{where} is wrapped by torch.compile: compile the model inside it, "
-                f"{where}._orig_mod, or use torch.compile(..., backend='sp_compiler') alone"
+                f"{where}._orig_mod, or use torch.compile(..., backend='sp_compiler') instead"
             )
         for key, value in (*module._parameters.items(), *module._buffers.items()):
             if is_lazy(value):

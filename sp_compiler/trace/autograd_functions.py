@@ -207,7 +207,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 class _Watched(TorchDispatchMode):
-    """Mode that refuses random numbers, which the next run would draw anew, and tensors that are
+    """Mode that refuses random numbers, which would differ in the next run, and tensors that are
     not arguments, whose gradients would be lost."""
 
     def __init__(self, function: type, inputs: Sequence[Tensor]) -> None:

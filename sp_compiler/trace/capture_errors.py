@@ -24,7 +24,7 @@ _HIGHER_ORDER = re.compile(
 # Torch 2.11 fails only where it compares an object of an unknown class with a constant.
 _UNKNOWN_CLASS = ("register a pytree", "register_dataclass", "unhashable type")
 _REGISTER = (
-    "what goes in and out of forward must be tensors, numbers, strings and None in tuples, lists, "
+    "inputs and outputs of forward must be tensors, numbers, strings and None in tuples, lists, "
     "dicts and ModelOutputs; for a class of your own call "
     "torch.export.register_dataclass(YourClass) once before compiling. A class that registers "
     "itself must be imported, and made once, outside of forward: libraries do not register while a "

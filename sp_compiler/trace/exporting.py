@@ -265,6 +265,6 @@ def refuse_text(leaves: Iterable[Any]) -> None:
         if isinstance(leaf, str) and _TRACED.search(leaf):
             raise UnsupportedError(
                 f"the model returns, or stores in an attribute, the text of a tensor: {leaf!r:.60}."
-                " Its numbers are not known while the model is captured; return or store the "
-                "tensor itself, and make the text of it after the call"
+                " Its values are unknown while the model is captured; return or store the tensor "
+                "itself, and make the text after the call"
             )

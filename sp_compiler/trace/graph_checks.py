@@ -47,7 +47,7 @@ def refuse_subgraphs(graph: Graph) -> None:
     for node in graph.nodes:
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             raise UnsupportedError(
-                f"operator {node.target} runs a graph of its own, which sp_compiler cannot shard: "
+                f"operator {node.target} runs a subgraph, which sp_compiler cannot shard: "
                 "write it with tensor operations, such as torch.where in place of torch.cond\n"
                 + node_origin(node)
             )
@@ -99,7 +99,7 @@ def _wrong(node: Node) -> str:
     if node.op != "call_function":
         return ""
     if node.target in _CLASSES:
-        # A target of floating point holds probabilities per class.
+        # A floating-point target holds class probabilities.
         target = _value(arguments(node)["target"])
         if target.is_floating_point() or target.dtype in (torch.int64, torch.uint8):
             return ""

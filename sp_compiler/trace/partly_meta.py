@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 @contextlib.contextmanager
 def all_on_meta(model: nn.Module) -> Iterator[None]:
-    """Context in which all parameters and buffers of ``model`` are on meta if a parameter is.
+    """Context in which all parameters and buffers of ``model`` are on meta if any parameter is.
 
     The operands of an operator must be on one device. A capture reads only shapes, so all tensors
     are replaced by twins on meta and put back afterwards, with their values. Those that are on meta

@@ -34,7 +34,7 @@ from sp_compiler.verification.random_values import SPREADS, Spread, random_like
 from sp_compiler.verification.report import Comparison
 from sp_compiler.verification.simulate import gather_check, scatter, simulated_ranks
 
-# Fixed, so that a report can be reproduced and two passes see the same numbers.
+# Fixed, so that a report can be reproduced and two passes get the same values.
 _SEED = 7
 
 
@@ -48,10 +48,10 @@ def check_blocks(
     """Compare every region after each pass, in all its splits, with the unsharded one.
 
     Args:
-        program: of full tensors, with the outputs of the model apart, as sharding has it: see
-            :func:`~sp_compiler.passes.sharding.outputs.route_outputs`.
+        program: the program of full tensors, with separate outputs of the model, as in sharding:
+            see :func:`~sp_compiler.passes.sharding.outputs.route_outputs`.
         variants: the compiled program with the code to run, by pass.
-        call_data: returns what a call of ``program`` is given.
+        call_data: returns the inputs and tangents of a call of ``program``.
         operators: compare only blocks with one of these operators, by schema name.
     """
     for region in program.regions:
@@ -69,16 +69,16 @@ class BlockData:
 
     @classmethod
     def random(cls, region: Region, given: Sequence[Any], spread: Spread) -> BlockData:
-        """Return ``given`` inputs with random numbers where a gradient flows to."""
+        """Return the ``given`` inputs, with random values for those that require a gradient."""
         generator = torch.Generator().manual_seed(_SEED)
         inputs = [
-            # Values without gradients (masks, positions, tables) are real ones: random masks would
-            # leave rows with nothing to attend to.
+            # Values without gradients (masks, positions, tables) are real ones: with random masks,
+            # some rows could attend to nothing.
             random_like(value, generator, spread=spread) if node.meta["requires_grad"] else value
             for node, value in zip(region.placeholders, given, strict=True)
         ]
-        # Not ones: a sum over ones hides rows that were swapped, and a loss hides what has no
-        # effect on it.
+        # Not ones, since a sum would hide swapped rows, and not only from the loss, which would
+        # hide errors that do not affect it.
         tangents = [random_like(node.meta["val"], generator).detach() for node in region.outputs]
         return cls(inputs, tangents)
 
@@ -111,7 +111,7 @@ class Block:
 
         Arguments are those of :func:`check_blocks`; ``floors``: whether to measure noise floors.
         """
-        # The first of them stands for all: they have the same graph, and random parameters.
+        # The first call represents all: they have the same graph, and random parameters.
         index = next(i for i, call in enumerate(program.calls) if call.region is region)
         for spread in SPREADS:
             block = cls._of(region, call_data(index, spread), floors)
@@ -158,13 +158,13 @@ class Block:
         """Compare with the region ``name`` of a compiled program on simulated ranks."""
         try:
             row = self.reference.compare(stage, name, self._sharded(name, compiled))
-        except Exception as error:  # whatever wrong code raises
-            # One more row of the report, so that later passes and other blocks are still compared.
+        except Exception as error:  # wrong code may raise anything
+            # Another row of the report, so that later passes and other blocks are still compared.
             row = self.reference.failed(stage, name, error)
-        # Later passes rewrite nodes, which then stand for none of the unsharded graph.
+        # Later passes rewrite nodes, which then no longer correspond to the unsharded graph.
         if row.ok or stage != Pass.SHARD:
             return row
-        with contextlib.suppress(Exception):  # where it cannot be run at all
+        with contextlib.suppress(Exception):  # it may not run at all
             row = replace(row, operator=self._first_wrong(name, compiled))
         return row
 
@@ -193,27 +193,27 @@ class Block:
                 wrong = first_wrong(region, actual, expected, *limits)
                 if wrong is not None:
                     return operator_text(wrong)
-                # Every value is right where it is made: then it leaves the block misplaced.
+                # Every value is right where it is computed, so an output may be converted wrongly.
                 for node, value, placement, true in zip(
                     region.outputs, outputs, region.output_placements, results, strict=True
                 ):
                     if differs(placement, value, true, *limits):
-                        return f"what is returned of {operator_text(node)}"
+                        return f"returned value of {operator_text(node)}"
                 wrong = first_wrong_gradient(region, grads, true_grads, *limits)
         return "" if wrong is None else f"backward of {operator_text(wrong)}"
 
     def _given(self, region: Region, world_size: int) -> tuple[list[Any], list[Tensor]]:
-        """Full inputs and tangents as the sharded ``region`` knows them."""
+        """Return full inputs and tangents in the form of the sharded ``region``."""
         precision, places = self.reference.precision, region.input_placements
         inputs = [
-            # Padding of ones: zeros would make NaN where such a row is divided by its own size.
+            # Padded with ones: zeros would give NaN if a row is divided by its norm.
             _rows(value, node, placement, world_size, pad=1.0)
             if isinstance(value, Tensor)
             else value
             for value, node, placement in zip(self.inputs, region.placeholders, places, strict=True)
         ]
         tangents = [
-            # Padding of zeros: no gradient flows into rows that are cut off.
+            # Padded with zeros: no gradient flows into rows that are dropped.
             _rows(tangent, node, place, world_size, pad=0.0).to(
                 precision.dtype(node.meta["val"].dtype)
             )
@@ -233,11 +233,10 @@ class Block:
             results, saved = code.forward(tp, *_scattered(inputs, places, world_size))
             grads: Sequence[Any] = [None] * len(inputs)
             flows = compiled.differentiable[name]
-            # A block whose outputs are all masks or positions has no backward.
+            # A block whose outputs are only masks or positions has no backward.
             if any(flows):
                 parts = [
-                    # The gradient of a value is placed by its dual: of a partial sum it is
-                    # replicated.
+                    # The placement of a gradient is the dual: replicated for a partial sum.
                     scatter(tangent, placement.dual, world_size)
                     for tangent, placement, flow in zip(tangents, kinds, flows, strict=True)
                     if flow
@@ -284,7 +283,7 @@ def _leaves(region: Region, values: Sequence[Any]) -> list[Any]:
 def _all_in(precision: Precision, region: Region, values: Sequence[Any]) -> list[Any]:
     """Return copies of the inputs of ``region``."""
     return [
-        # Leaves of several runs must not share gradients, nor see each other's writes.
+        # Leaves of several runs must share neither gradients nor memory.
         value.detach().to(precision.dtype(node.meta["val"].dtype), copy=True)
         if isinstance(value, Tensor) and isinstance(node.meta["val"], Tensor)
         else value
@@ -298,7 +297,7 @@ def _rows(
     """Return ``value`` in the sharded region's form: tokens flattened to rows, padded with
     ``pad``."""
     local = tuple(node.meta["val"].shape)
-    # Only rows of tokens are flattened; other dims, and parts with padding of their own, stay.
+    # Only rows of tokens are flattened; other dims, and parts with their own padding, stay.
     if placement.kind != "S" or placement.dim or placement.padding(world_size):
         return value
     rows = value.reshape(-1, *local[1:]) if len(local) < value.dim() else value
@@ -309,9 +308,9 @@ def _rows(
 
 
 def _joined(local: Tensor, placement: Placement, true: Tensor) -> Tensor:
-    """The full value, without padding, shaped as ``true``."""
+    """Return the full value, without padding, in the shape of ``true``."""
     joined = gather_check(local, placement)
-    # As many leading dims as the rows merge.
+    # The number of rows is the product of the leading dims that they merge.
     rows = math.prod(true.shape[: true.dim() - joined.dim() + 1])
     if joined.dim() and placement.kind == "S" and joined.shape[0] > rows:
         joined = joined[:rows]

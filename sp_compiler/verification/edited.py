@@ -20,7 +20,7 @@ from sp_compiler.verification.random_values import SPREADS, random_like
 from sp_compiler.verification.simulate import simulate_step
 from sp_compiler.verification.verify import Tensors
 
-# Every rank compares alone, and must come to the same verdict.
+# Every rank compares by itself, and must come to the same result.
 _SEED = 51
 
 
@@ -38,7 +38,7 @@ def check_edited(
         inputs: flattened inputs, with their values.
 
     Raises:
-        ArgumentError: the edited code fails or computes something else, or the generated code
+        ArgumentError: the edited code fails or computes another result, or the generated code
             computes NaN.
     """
     for spread in SPREADS:
@@ -54,34 +54,34 @@ def check_edited(
             {name: _on_cpu(value) for name, value in buffers.items()},
             list(map(_on_cpu, inputs)),
         )
-        # No floors: what rounds otherwise on simulated ranks is the edit, and float64 hides it.
+        # No floors: only the edit can change the rounding, which is negligible in float64.
         reference = Reference.of(partial(_numbers, generated, tensors), floors=False)
         if reference.true.is_defined:
             break
     else:
         raise ArgumentError(
-            "example_inputs: the generated code computes NaN of them, with which nothing can be "
-            "compared; give inputs of an ordinary batch"
+            "example_inputs: the generated code computes NaN from them, which cannot be compared; "
+            "pass inputs of an ordinary batch"
         )
     try:
         row = reference.compare(
             Pass.CODEGEN, "model", _numbers(edited, tensors, reference.precision)
         )
-    except Exception as error:  # whatever its statements raise
+    except Exception as error:  # its statements may raise anything
         raise ArgumentError(
             f"the edited code fails: {type(error).__name__}: {error}{line_of(error)}"
         ) from error
     if not row.ok:
         raise ArgumentError(
-            f"the edited code computes something else: {row.where} differs by {row.error:.1e} of "
-            f"its largest number ({row.tolerance:.0e} is rounding), in {reference.precision.name}"
+            f"the edited code computes another result: {row.where} differs by {row.error:.1e} of "
+            f"its largest value ({row.tolerance:.0e} is rounding), in {reference.precision.name}"
         )
 
 
 def _numbers(compiled: CompiledProgram, tensors: Tensors, precision: Precision) -> Numbers:
     results = []
     output_grads: list[Tensor | None] | None = None
-    # A loss has a backward of its own, beside that of all outputs.
+    # A loss has its own backward, in addition to that of all outputs.
     for _ in range(1 + bool(compiled.loss_backwards)):
         own = tensors.leaves(precision)
         with without_autocast():
@@ -95,7 +95,7 @@ def _numbers(compiled: CompiledProgram, tensors: Tensors, precision: Precision) 
                 precision.entered,
             )
         results.append(step)
-        # The second time from all outputs: the loss's own backward leaves theirs out.
+        # The second time from all outputs: the loss's own backward omits all others.
         output_grads = [
             unit_tangent(value) if isinstance(value, Tensor) and carries_gradient(value) else None
             for value in step.outputs

@@ -1,8 +1,8 @@
-"""Search for the first operator of a sharded block that computes wrong numbers.
+"""Search for the first operator of a sharded block that computes a wrong result.
 
-A report has the worst output or gradient of a block, which an error has reached. It starts at the
-first value that differs, in the order of computation: forward, then gradients from the last value
-to the first.
+A report names the worst output or gradient of a block, to which an error has propagated. The error
+starts at the first value that differs, in the order of computation: forward, then gradients from
+the last value to the first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from sp_compiler.verification.report import output_errors
 Values = Mapping[str, Any]
 """Results of the nodes of a graph, by name."""
 Joined = Callable[[Tensor, Placement, Tensor], Tensor]
-"""Of the ranks' parts, their placement and the true value: the full value, shaped as that."""
+"""Function of the ranks' parts, their placement and the true value, which returns the full value in
+the shape of the true one."""
 
 
 def first_wrong(
@@ -33,7 +34,7 @@ def first_wrong(
     """Return the first node of ``sharded`` whose value differs from its unsharded counterpart.
 
     Args:
-        sharded: after sharding; ``meta["source"]`` is the unsharded node that a node computes.
+        sharded: a region after sharding; ``meta["source"]`` of a node is its unsharded node.
         actual: values on simulated ranks.
         expected: values of the unsharded graph.
         tolerance: relative error above which a value is wrong.
@@ -50,8 +51,8 @@ def _computed_by(sharded: Region) -> dict[str, Node]:
     """Return the node with the value of each unsharded node, by the latter's name."""
     nodes = {}
     for node in sharded.module.graph.nodes:
-        # An operator that became several (a lookup in a part of a table) ends with its value.
-        # A conversion has that value too, placed as another reader wants it.
+        # If an operator became several (a lookup in a part of a table), the last has its value. A
+        # conversion has that value too, with the placement that another user needs.
         if node.op == "call_function" and placements_of(node) is None:
             nodes[str(node.meta.get("source", node.name))] = node
     return nodes
@@ -70,10 +71,10 @@ def first_wrong_gradient(
     inputs = {node.name: node for node in sharded.placeholders}
     for name, node in reversed({**inputs, **_computed_by(sharded)}.items()):
         placement = node.meta.get("placement")
-        # The gradient of a replicated value is a partial sum on each rank, and the other way round.
+        # The gradient of a replicated value is a partial sum, and vice versa.
         dual = placement.dual if isinstance(placement, Placement) else None
         if differs(dual, actual.get(node.name), expected.get(name), tolerance, joined):
-            # Its gradient is made by those that read it; the first of them ran last in backward.
+            # Its gradient is computed by its users; the first of them ran last in backward.
             readers = [user for user in node.users if user.op == "call_function"]
             return readers[0] if readers else node
     return None
@@ -88,7 +89,7 @@ def differs(placement: Any, value: Any, true: Any, tolerance: float, joined: Joi
         full = joined(value, placement, true)
     except RankMismatchError:
         return True
-    except RuntimeError:  # padded or laid out in a way that only outputs are cut back from
+    except RuntimeError:  # padded, or in a form that is converted back only for outputs
         return False
     return output_errors([full], [true])["output 0"] > tolerance
 

@@ -1,7 +1,7 @@
 """Interpretation of graphs node by node: the reference, and a compiled program before code
 generation.
 
-Running the graphs after each pass shows which pass changed the numbers. Both classes have the
+Running the graphs after each pass shows which pass changed the results. The code classes have the
 interface of :class:`sp_compiler.ir.compiled_program.RegionCode`, so the executor runs them in place
 of generated classes, on real or simulated ranks.
 """
@@ -40,7 +40,7 @@ def run_graph(
 
     ``computed`` is filled with the value of each node, by its name.
 
-    Torch's dispatcher has the kernels and gradients of all operators, so that the comparison tests
+    Operators run by torch's dispatcher, with its kernels and gradients, so that comparisons test
     the graph and not a second implementation of operators.
     """
     with running_on(tp):
@@ -57,15 +57,15 @@ class _Interpreter(SizedInterpreter):
 
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)
-        # By hand: the interpreter drops a value with its last reader.
+        # Stored here, since the interpreter drops a value after its last use.
         if self._computed is not None:
             self._computed[n.name] = result
         return result
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if target is aten.view.default:  # strides need not be those that were traced
+        if target is aten.view.default:  # strides may differ from those that were traced
             return args[0].reshape(args[1])
-        if target is aten.copy.default:  # which has no derivative
+        if target is aten.copy.default:  # it has no derivative
             x, source = args[:2]
             return source.to(x.dtype).expand(x.shape).clone()
         return super().call_function(target, args, kwargs)
@@ -75,7 +75,7 @@ class ShardedCode:
     """A sharded region under torch's own autograd.
 
     Args:
-        region: after sharding.
+        region: a region after sharding.
         differentiable: whether ``backward`` takes a tangent for each output.
 
     Attributes:
@@ -90,7 +90,7 @@ class ShardedCode:
         self._differentiable = tuple(differentiable)
 
     def forward(self, tp: Communicator, *inputs: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        # The executor runs codes without autograd, and this one has no backward but autograd's.
+        # The executor runs code without autograd, but the backward of this one is autograd's.
         with torch.enable_grad():
             leaves = [
                 value.detach().requires_grad_(needs and carries_gradient(value))
@@ -123,7 +123,7 @@ def _is_wanted(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
-# By identity: comparing lists of tensors would compare numbers.
+# Compared by identity: equality of lists of tensors would compare elements.
 @dataclass(frozen=True, eq=False)
 class _Tape:
     leaves: Sequence[Tensor]
@@ -139,7 +139,7 @@ class PartitionedCode:
     def forward(self, tp: Communicator, *inputs: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         module = module_of(self._parts.forward)
         results = run_graph(module, inputs, tp)
-        # Behind the outputs come the values that are saved for backward.
+        # After the outputs come the values that are saved for backward.
         return results[: self._parts.num_outputs], results[self._parts.num_outputs :]
 
     def backward(self, tp: Communicator, saved: Any, *tangents: Tensor) -> tuple[Any, ...]:
@@ -156,7 +156,7 @@ class PartitionedCode:
         assert self._parts.split is not None
         graph = self._parts.split.inputs
         results = _gradients(graph, tp, saved, *tangents)
-        # Behind the gradients comes what the second function needs.
+        # After the gradients come the values that the second function needs.
         num_handed = len(self._parts.split.weights.find_nodes(op="placeholder"))
         end = len(results) - num_handed
         return results[:end], results[end:]
@@ -171,7 +171,7 @@ class PartitionedCode:
         assert self._parts.split is not None
         assert self._parts.split.both is not None
         results = _gradients(self._parts.split.both, tp, [*saved, *behind], *tangents)
-        # Behind the gradients come the values that are handed over to the call before.
+        # After the gradients come the values for the deferred gradients of this call.
         end = len(results) - len(behind)
         return results[:end], results[end:]
 
@@ -191,30 +191,30 @@ class PartitionedCode:
         assert self._parts.ahead is not None
         given = [*saved, *recomputed, *before]
         results = _gradients(self._parts.ahead.both, tp, given, *tangents)
-        # Behind the gradients comes what is recomputed for the call before.
+        # After the gradients come the values recomputed for the previous call.
         end = len(results) - len(recomputed)
         return results[:end], results[end:]
 
 
 class StepCode:
-    """A code whose backward runs all functions that a step may run instead, which must agree.
+    """Code whose backward runs all functions that a step may run instead, which must agree.
 
-    A step runs the backward from the loss alone, or functions that work for the call before; other
-    steps run the plain ``backward``.
+    An ordinary step runs the backward from only the loss, or functions that also do work for a
+    neighbouring call; other steps run the plain ``backward``.
 
     Args:
-        code: of a region.
-        parts: which functions the code has.
+        code: code of a region.
+        parts: parts of the region; they tell which functions the code has.
         differentiable: whether ``backward`` takes a tangent for each output.
 
     Attributes:
-        forward: that of the code, as the other functions.
+        forward: that of the code, like all other functions.
     """
 
     def __init__(self, code: Any, parts: Partitioned, differentiable: Sequence[bool]) -> None:
         self._code, self._parts = code, parts
         loss = parts.loss
-        # Among the tangents.
+        # Index of the loss among the tangents.
         self._loss = None if loss is None else sum(differentiable[: loss.output])
         self.forward = code.forward
 
@@ -225,7 +225,7 @@ class StepCode:
         grads = tuple(self._code.backward(tp, saved, *tangents))
         if self._loss is None:
             return _agreeing(grads, self._otherwise(tp, saved, *tangents))
-        # A backward is linear: from the loss alone it is that with zeros for all other tangents.
+        # A backward is linear: the one from only the loss equals it with zeros for other tangents.
         zeros = [
             tangent if index == self._loss else torch.zeros_like(tangent)
             for index, tangent in enumerate(tangents)
@@ -240,12 +240,12 @@ class StepCode:
     def _otherwise(
         self, tp: Communicator, saved: Any, *tangents: Tensor
     ) -> Iterator[tuple[Any, ...]]:
-        """Yield the gradients of the functions for calls in a row or a delayed backward."""
+        """Yield the gradients of the functions for consecutive calls or deferred gradients."""
         code = self._code
         if self._parts.split is not None:
             of_inputs, handed = code.backward_inputs(tp, saved, *tangents)
             if self._parts.split.both is not None:
-                # As if the call behind were this one.
+                # As if the next call (in forward order) were this one.
                 yield code.backward_behind(tp, saved, list(handed), *tangents)[0]
             of_weights = code.backward_weights(tp, list(handed))
             # Each input has its gradient from one of the two.
@@ -253,7 +253,7 @@ class StepCode:
             yield tuple(second if first is None else first for first, second in pairs)
         if self._parts.ahead is not None:
             values = list(code.recompute(tp, saved))
-            # As if the call before were this one.
+            # As if the previous call were this one.
             grads, ahead = code.backward_ahead(tp, saved, values, saved, *tangents)
             yield tuple(grads)
             yield tuple(code.backward_rest(tp, saved, list(ahead), *tangents))
@@ -262,8 +262,8 @@ class StepCode:
 def _agreeing(
     grads: Sequence[Any], others: Iterable[Sequence[Any]], same: Sequence[Any] | None = None
 ) -> tuple[Any, ...]:
-    """Return ``grads``, made wrong where one of ``others`` differs from ``same``, by default
-    ``grads``: whichever is wrong, the result is."""
+    """Return ``grads``, made wrong if one of ``others`` differs from ``same``, by default
+    ``grads``: if any of them is wrong, so is the result."""
     same, result = grads if same is None else same, list(grads)
     for other in others:
         for index, (one, another) in enumerate(zip(same, other, strict=True)):
@@ -275,7 +275,7 @@ def _agreeing(
 
 
 def _difference(one: Tensor | None, another: Tensor | None) -> Tensor | None:
-    """Return ``one - another``; no gradient is zero."""
+    """Return ``one - another``; a missing gradient counts as zero."""
     if another is None:
         return one
     return -another if one is None else one - another

@@ -18,8 +18,8 @@ from sp_compiler.verification.precision import OtherRounding, in_float64, widest
 from sp_compiler.verification.report import Comparison, gradient_errors, output_errors
 
 TOLERANCE = 1e-10
-"""In float64; the noise floor of a step is about 1e-15."""
-# Sharding changes the order of all sums of a step at once, a noise floor is one other order.
+"""In float64, where the noise floor of a step is about 1e-15."""
+# Sharding changes the order of all sums of a step at once; a noise floor tries one other order.
 _TIMES_NOISE = 8.0
 
 
@@ -51,8 +51,8 @@ OWN = Precision("its own dtypes", lambda dtype: dtype, contextlib.nullcontext)
 
 @dataclass(frozen=True)
 class Numbers:
-    """Results of a forward and a backward: outputs in order, gradients by name, and the new values
-    of buffers by name."""
+    """Results of a forward and a backward: outputs in order, gradients and new values of buffers by
+    name."""
 
     outputs: Sequence[Any]
     grads: Mapping[str, Tensor | None]
@@ -60,7 +60,7 @@ class Numbers:
 
     @property
     def is_defined(self) -> bool:
-        """Return whether no number is NaN: NaN on both sides of a comparison proves nothing."""
+        """Return whether no value is NaN: NaN on both sides of a comparison proves nothing."""
         tensors = [*self.outputs, *self.grads.values(), *self.buffers.values()]
         return not any(_has_nan(t) for t in tensors if isinstance(t, Tensor))
 
@@ -84,8 +84,8 @@ class Reference:
 
     Attributes:
         precision: precision of both sides.
-        true: its results.
-        noise: largest relative change under another order of rounding.
+        true: results of the unsharded graph.
+        noise: largest relative change with another order of rounding.
         rounding: largest relative difference between ``precision`` and the graph's own dtypes.
     """
 
@@ -96,16 +96,16 @@ class Reference:
 
     @classmethod
     def of(cls, run: Callable[[Precision], Numbers], *, floors: bool = True) -> Reference:
-        """Run a graph in float64, or in its own dtypes if an operator supports no other.
+        """Run a graph in float64, or in its own dtypes if an operator does not support float64.
 
         Args:
-            run: computes its results in a precision, with the same inputs and seeds every time.
+            run: computes the results in a precision, with the same inputs and seeds every time.
             floors: whether to measure noise and rounding, in two more runs; else they are 0.
         """
         try:
             precision, true = FLOAT64, run(FLOAT64)
-        # Lower precision is judged by its own noise floor, so that it is no excuse for a bug.
-        except Exception:  # whatever an operator of the user raises; else it comes again
+        # Lower precision is judged by its own noise floor, so it cannot hide a bug.
+        except Exception:  # a user's operator may raise anything; other errors are raised again
             precision, true = OWN, run(OWN)
 
         if not floors:
@@ -116,8 +116,8 @@ class Reference:
             with precision.entered(), OtherRounding():
                 yield
 
-        # The first run is the reference of both: true numbers, which nobody has, are not needed to
-        # see how far rounding carries.
+        # The first run is the reference of both: exact results, which are unknown, are not needed
+        # to measure the effect of rounding.
         moved = run(Precision(precision.name, precision.dtype, otherwise))
         return cls(precision, true, moved.worst(true), run(OWN).worst(true))
 
@@ -129,7 +129,7 @@ class Reference:
     def compare(self, stage: str, subject: str, numbers: Numbers) -> Comparison:
         """Compare the results of ``stage`` for the same graph."""
         errors = numbers.errors(self.true)
-        # One row names one number: the worst one is the one to look at first.
+        # A row names one value: the worst, at which to look first.
         where = max(errors, key=errors.__getitem__, default="")
         return self._comparison(stage, subject, errors.get(where, 0.0), where=where)
 
@@ -146,18 +146,19 @@ class Reference:
 
 
 def _has_nan(tensor: Tensor) -> bool:
-    # A sum makes no copy; it is NaN or infinite for other reasons too, so only finite ones say all.
+    # A sum makes no copy. Only a finite one is conclusive, since it may be NaN or infinite for
+    # other reasons too.
     return not bool(tensor.sum().isfinite()) and bool(tensor.isnan().any())
 
 
 def unit_tangent(output: Tensor) -> Tensor:
-    """Ones; of a complex output also in its imaginary part, so that errors there show."""
+    """Return ones; for a complex output also in the imaginary part, to detect errors there."""
     return torch.full_like(output, 1 + 1j if output.is_complex() else 1)
 
 
 def roots_of(outputs: Sequence[Any], out_spec: TreeSpec) -> list[int]:
-    """Return the positions of the outputs from which a step runs its backward: of the loss (see
-    :func:`~sp_compiler.ir.program.loss_position`), or of all that have a gradient."""
+    """Return the positions of the outputs from which a step runs its backward: that of the loss
+    (see :func:`~sp_compiler.ir.program.loss_position`), or of all outputs with a gradient."""
     values = enumerate(outputs)
     roots = {i: each for i, each in values if isinstance(each, Tensor) and each.requires_grad}
     loss = loss_position(out_spec, [i for i, each in roots.items() if each.dim() == 0])

@@ -1,10 +1,10 @@
 """Modes that run graphs unchanged, but in higher precision, with other rounding, or without
 dropout.
 
-Verification compares the program that runs, with its own dtypes. Their rounding would hide small
-errors, so it runs in float64 in spite of casts: a dispatch mode replaces every lower dtype on the
-way to a kernel. No graph is changed for that, so both sides of a comparison, including eager code,
-run in the same way.
+Verification compares the program that actually runs, with its own dtypes. Their rounding would hide
+small errors, so it runs in float64 in spite of casts: a dispatch mode replaces every lower dtype
+before a kernel is called. Graphs are not changed for that, so both sides of a comparison, including
+eager code, run in the same way.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def widest(dtype: torch.dtype) -> torch.dtype:
 def in_float64() -> Iterator[None]:
     """Context that computes everything in float64 and complex128, forward and backward."""
     default = torch.get_default_dtype()
-    # Of what has no floating point operand: quotients of integers, factories.
+    # For operators without floating-point operands: quotients of integers, factories.
     torch.set_default_dtype(torch.float64)
     try:
-        # Kernels of a backend have their dtypes; what they are made from computes in any.
+        # Kernels of a backend have fixed dtypes; the code they are compiled from runs in any.
         with Float64Mode(), as_written():
             yield
     finally:
@@ -54,10 +54,10 @@ class Float64Mode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        # Its type says how many random bits a number has; generated code calls the kernel itself.
+        # Its dtype determines the number of random bits; generated code calls the kernel directly.
         if func is UNIFORM.overload:
             return _lift(func(*args, **(kwargs or {})))
-        # A copy of an argument that is written would be changed in its place.
+        # Arguments that are written are not converted: the write would go to the copy.
         lifted = _lift_dtypes if func._schema.is_mutable else _lift
         args = tuple(map(lifted, args))
         kwargs = {name: lifted(value) for name, value in (kwargs or {}).items()}
@@ -68,7 +68,7 @@ class Float64Mode(TorchDispatchMode):
 
 
 _HALF_TO_FLOAT = frozenset({_aten._softmax.default, _aten._log_softmax.default})
-"""Their last argument asks for float32 of a half; in float64 there is nothing to ask for."""
+"""Their last argument requests a float32 result for a half operand; in float64 it is invalid."""
 
 
 def _lift_dtypes(value: Any) -> Any:
@@ -77,7 +77,7 @@ def _lift_dtypes(value: Any) -> Any:
 
 def _lift(value: Any) -> Any:
     if isinstance(value, Tensor):
-        # Constants that a graph holds come in their own type.
+        # Constants in a graph have their own dtype.
         return value.to(widest(value.dtype)) if value.dtype != widest(value.dtype) else value
     if isinstance(value, (list, tuple)):
         return type(value)(map(_lift, value))
@@ -91,14 +91,14 @@ def _grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``aten::_grouped_mm`` in any dtype; torch has kernels for bfloat16 only.
+    """``aten::_grouped_mm`` in any dtype; torch has kernels only for bfloat16.
 
-    Groups are rows of ``x``, columns of ``y`` or, where neither has a dim of groups, parts of the
-    dim that is summed over.
+    Groups are rows of ``x``, columns of ``y`` or, if neither has a dim of groups, parts of the
+    reduction dim.
     """
     if offs is None:
         return x @ y
-    # On the host: this kernel is there to be compared with, and is not timed.
+    # Offsets are read on the host: this kernel is only a reference, whose time does not matter.
     ends = [int(end) for end in offs]
     parts = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
     if x.dim() == 2 and y.dim() == 2:
@@ -120,8 +120,8 @@ _KERNELS: dict[str, Callable[..., Any]] = {"aten::_grouped_mm": _grouped_mm}
 class KernelEps(TorchFunctionMode):
     """Mode that gives ``rms_norm`` the ``eps`` of a model's ``dtypes``.
 
-    That of what it computes in would be another number: by default 1.2e-7 in float32 and 2.2e-16 in
-    float64, and what is given is rounded to float32 only there.
+    The ``eps`` of the dtype of the computation may differ: the default is 1.2e-7 in float32 and
+    2.2e-16 in float64, and only in float32 a given value is rounded to float32.
     """
 
     def __init__(self, dtypes: Iterable[torch.dtype]) -> None:
@@ -149,27 +149,26 @@ def _arguments_of_norm(
 class OtherRounding(TorchDispatchMode):
     """Mode with other rounding: sums run backwards, and every result is off by up to one unit.
 
-    The change of a graph's results is its *noise floor*: no comparison of two ways to compute the
-    same can distinguish errors below it from rounding.
+    The change of a graph's results is its *noise floor*: in a comparison of two ways to compute the
+    same value, errors below it cannot be distinguished from rounding.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # A generator of its own: the model's draws must be the same with and without the mode.
+        # A separate generator: the model's draws must be the same with and without the mode.
         self._generator = torch.Generator().manual_seed(0)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        # Moving results alone would leave the error of long sums out, which is what sharding
-        # changes.
+        # Perturbing only results would omit the error of long sums, which sharding changes.
         if func in _REVERSED:
             args = _REVERSED[func](*args)
         result = func(*args, **kwargs)
         if (
             func.is_view
-            # Results that are their operands: moved, they would no longer be.
+            # The result is an operand, which a perturbed one would no longer be.
             or func._schema.is_mutable
             or not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(args))
         ):
@@ -185,8 +184,8 @@ class OtherRounding(TorchDispatchMode):
         )
         factor = (1 + unit * (noise.double() - 0.5) * 2).to(value.device)
         moved = (value.to(widest(value.dtype)) * factor).to(value.dtype)
-        # Whole numbers are exact (positions, masks, what was rounded down): moved by a unit they
-        # would become other integers. Infinities stay too.
+        # Integers are exact (positions, masks, results of rounding): perturbed by a unit, they
+        # would become other integers when cast. Infinities stay too.
         return moved if value.is_complex() else torch.where(value == value.round(), value, moved)
 
 
@@ -215,9 +214,9 @@ _REVERSED: dict[Any, Callable[..., tuple[Any, ...]]] = {
 class Remembered(TorchDispatchMode):
     """Mode that computes an operator once for the same operands.
 
-    Graphs that are compared have most operators in common: what no pass rewrote reads the same
-    tensors, so that its result is taken from the other graph. Enter it outside of all other modes,
-    where it sees what kernels get.
+    The graphs of a comparison share most operators: those that no pass has rewritten read the same
+    tensors, so the result from the other graph is reused. Enter it outside of all other modes, so
+    that it sees the arguments of kernels.
     """
 
     def __init__(self) -> None:
@@ -233,20 +232,21 @@ class Remembered(TorchDispatchMode):
         operands = pytree.tree_leaves((args, kwargs))
         tensors = [leaf for leaf in operands if isinstance(leaf, Tensor)]
         if func._schema.is_mutable:
-            # Whatever shares memory with an operand may have changed, and is computed every time.
+            # Tensors that share memory with an operand may have changed: their results are not
+            # reused.
             self._written.update(map(_memory, tensors))
             return func(*args, **kwargs)
         if (
-            # Operators of a user may return something else the second time.
+            # A user's operator may return another result the second time.
             func.namespace not in ("aten", "sp_compiler")
             or func.is_view
             or _draws(func, args, kwargs)
             or not self._written.isdisjoint(map(_memory, tensors))
         ):
             return func(*args, **kwargs)
-        # Some results take the default dtype, which differs between two precisions.
+        # The default dtype, which some results have, differs between two precisions.
         key = func, torch.get_default_dtype(), _operand_key(args), _operand_key(kwargs)
-        # With the operands, so that no other tensor can get their addresses.
+        # The entry keeps the operands alive, so that no other tensor gets their addresses.
         _, result = self._results.get(key, (None, None))
         if result is not None and self._written.isdisjoint(
             _memory(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)
@@ -257,14 +257,14 @@ class Remembered(TorchDispatchMode):
             leaf.nbytes for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)
         )
         if self._num_bytes < _REMEMBERED_BYTES:
-            # Other tensors of the same memory: autograd writes its own records to those returned.
+            # Detached tensors with the same memory: autograd attaches its graph to those returned.
             detached = pytree.tree_map_only(Tensor, Tensor.detach, (operands, result))
             self._results[key] = detached
         return result
 
 
 _REMEMBERED_BYTES = 4 << 30
-"""Beyond it a block costs more time, for memory is the scarcer."""
+"""Beyond this limit results are computed again, since memory is scarcer than time."""
 
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -273,7 +273,7 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     names = [argument.name for argument in func._schema.arguments]
     if "dropout_p" not in names:
         return True
-    # Fused attention is tagged for its dropout, which seldom is on.
+    # Fused attention is tagged for its dropout, which is seldom on.
     position = names.index("dropout_p")
     given = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
     return bool(given != 0.0)
@@ -291,7 +291,7 @@ def _operand_key(value: Any) -> Any:
         return tuple(map(_operand_key, value))
     if isinstance(value, dict):
         return tuple((name, _operand_key(each)) for name, each in value.items())
-    # 1, 1.0 and True are equal, and so are zeros of both signs.
+    # With the type and text, since 1, 1.0 and True are equal, and so are zeros of both signs.
     return type(value), repr(value) if isinstance(value, float) else value
 
 

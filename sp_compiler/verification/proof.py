@@ -1,4 +1,4 @@
-"""Verification before the first step: the compiled program computes the same as the capture."""
+"""Verification before the first step that the compiled program computes the same as the capture."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from sp_compiler.verification.verify import (
     undropped,
 )
 
-# Every rank proves alone, and must come to the same verdict.
+# Every rank proves by itself, and must come to the same result.
 _SEED = 20260
 
 
@@ -51,25 +51,25 @@ def prove(step: Step, options: CompileOptions, compiled: CompiledProgram) -> Non
     """Compare ``compiled`` with the capture of the model, on random parameters.
 
     Up to the outline, each distinct part of the capture is compared with its call, which finds
-    layers that were merged wrongly; after that, each distinct block; all forward and backward.
-    Every rank does the same by itself.
+    layers that were merged wrongly. After that, each distinct block is compared. All comparisons
+    are of forward and backward. Every rank does the same by itself.
 
     Raises:
-        PassError: with the pass that changed the numbers, the block and the error.
+        PassError: names the pass that changed the results, the block and the error.
     """
     assert compiled.unsharded is not None, "compiled without its unsharded graphs"
     step = _sized(step, compiled)
     undefined: list[str] = []
     rows = _quick_rows(step, compiled, *compiled.unsharded, undefined)
-    compiled.unsharded = None  # only proofs read it, and programs live long
+    compiled.unsharded = None  # only proofs read it, and programs are long-lived
     if not all(row.ok for row in rows):
-        # Noise floors, and every pass between, cost several times the check.
+        # Noise floors, and comparisons after every pass, cost several times the quick check.
         rows = _thorough_rows(step, options, compiled)
-    _refuse_wrong(rows, step, options, "verify=True: the numbers are wrong from here on")
+    _refuse_wrong(rows, step, options, "verify=True: the results are wrong from this pass on")
     if undefined:
         warn(
-            f"verify=True: random parameters give NaN in {', '.join(undefined)}, whose numbers "
-            "were not compared; sp_compiler.verify compares those of real ones"
+            f"verify=True: random parameters give NaN in {', '.join(undefined)}, whose results "
+            "were not compared; sp_compiler.verify compares results with real parameters"
         )
     UNPROVEN.difference_update(_sharded_operators(compiled))
 
@@ -78,22 +78,22 @@ def prove_rules(step: Step, options: CompileOptions, compiled: CompiledProgram) 
     """Compare the blocks whose operators have a user's rule that was not verified yet.
 
     Raises:
-        PassError: with the rules that may be wrong.
+        PassError: names the rules that may be wrong.
     """
     graphs = [region.module.graph for region in compiled.program.regions]
-    # Once for all models: a rule that was right on one block is not tried on each of the next.
+    # Once for all models: a rule that was right on one block is not tested on later ones.
     operators = UNPROVEN & {schema_name(node) for graph in graphs for node in graph.nodes}
     if not operators or options.tp == 1:
         return
-    # A set has another order in each process, and ranks compare what they raise.
+    # Sorted, since the order of a set differs between processes, and ranks compare their errors.
     names = ", ".join(sorted(operators))
     try:
         rows = _thorough_rows(_sized(step, compiled), options, compiled, operators)
-    except Exception as error:  # whatever an operator of the user says to random operands
-        warn(f"the rules of {names} could not be compared with numbers: {error}")
+    except Exception as error:  # a user's operator may raise anything for random operands
+        warn(f"the rules of {names} could not be verified numerically: {error}")
         rows = []
-    message = f"sp_compiler.rule: with the rules of {names} the numbers are wrong"
-    # Whatever pass the numbers point to, it did what the rules say.
+    message = f"sp_compiler.rule: with the rules of {names} the results are wrong"
+    # Whichever pass the comparisons point to, it followed the rules.
     _refuse_wrong(rows, step, options, message, blamed=Pass.SHARD)
     UNPROVEN.difference_update(operators & _sharded_operators(compiled))
 
@@ -106,7 +106,7 @@ def _refuse_wrong(
     *,
     blamed: str | None = None,
 ) -> None:
-    """Raise an error with all comparisons if one is wrong, with ``blamed`` or the first bad
+    """Raise an error with all comparisons if one is wrong; it names ``blamed`` or the first bad
     pass."""
     report = VerifyReport(step.name, options.tp, tuple(rows))
     if not report.ok:
@@ -114,7 +114,7 @@ def _refuse_wrong(
 
 
 def _sharded_operators(compiled: CompiledProgram) -> set[str]:
-    """Return operators that are sharded: an unused rule is not verified."""
+    """Return the operators that are sharded: a rule is verified only where it is used."""
     return {
         schema_name(node)
         for region in compiled.program.regions
@@ -149,7 +149,7 @@ def _quick_rows(
 ) -> list[Comparison]:
     """Compare the capture with the outlined program, and that with the generated code.
 
-    ``undefined`` is filled with the regions that compute NaN of whatever numbers.
+    ``undefined`` is filled with the regions that compute NaN for all spreads of random values.
     """
     at_example = _routed_at_example(program)
     values_of = _values_of(step.tensors, at_example)
@@ -159,10 +159,10 @@ def _quick_rows(
     rows = list(check_wiring(sections))
     for region in at_example.regions:
         of_region = [each for each in distinct if at_example.calls[each.call].region is region]
-        # Unsharded graphs of one region have most operators in common: those run once.
+        # Unsharded graphs of one region share most operators, which run once.
         with Remembered():
             rows += check_sections(sections, of_region, values_of)
-            # Of a wrong graph there is nothing to compare code with.
+            # Code cannot be compared with a wrong graph.
             if not all(row.ok for row in rows):
                 return rows
             data = partial(_call_data, at_example, values_of)
@@ -183,13 +183,12 @@ def _thorough_rows(
     operators: Set[str] | None = None,
 ) -> list[Comparison]:
     """Compare the result of every pass; with ``operators``, only blocks that have one of them."""
-    # The capture of the compilation was rewritten by its passes, so the model is captured once
-    # more.
+    # The capture of the compilation was rewritten by its passes, so the model is captured again.
     rows: list[Comparison] = []
     captured = step.capture()
     program: Program | None
     if operators is None:
-        # Until there is no NaN, which roots of negative parameters give on both sides.
+        # Until there is no NaN, as from roots of negative parameters on both sides.
         for spread in SPREADS:
             filled = replace(step, tensors=_random_tensors(step.tensors, spread))
             true = Reference.of(partial(undropped, filled, partial(run_flat, captured)))
@@ -207,23 +206,23 @@ def _thorough_rows(
 
 
 def _routed_at_example(program: Program) -> Program:
-    """Return ``program`` at the example's sizes, with the outputs of the model apart: its blocks
-    then return what the sharded ones do."""
+    """Return ``program`` at the example's sizes, with separate outputs of the model, so that its
+    blocks have the same outputs as the sharded ones."""
     return Concretizer(program.sizes).program(route_outputs(program).program)
 
 
 def _call_data(
     program: Program, values_of: Callable[[Spread], Values], index: int, spread: Spread
 ) -> BlockData:
-    """Return what call ``index`` is given: random numbers, or those of a real step, such as a
-    causal mask."""
+    """Return the inputs of call ``index``: random values, or those of a real step, such as a causal
+    mask."""
     call, values = program.calls[index], values_of(spread)
     tangents = [
         values.tangent(Ref("call", index=index, output=output), node.meta["val"])
         for output, node in enumerate(call.region.outputs)
     ]
     inputs = [
-        # An example's own number may be zero, which would hide what it is multiplied with.
+        # An example's value may be zero, which would hide errors in values it is multiplied with.
         values.random(ref, node.meta["val"])
         if node.meta["requires_grad"] and not values.is_random(ref)
         else values.of(ref)
@@ -240,7 +239,8 @@ def _values_of(tensors: Tensors, program: Program) -> Callable[[Spread], Values]
 
 
 def _random_tensors(tensors: Tensors, spread: Spread) -> Tensors:
-    """Parameters have no memory while a model is compiled; tensors with values keep them."""
+    """Return random parameters, since they have no memory while a model is compiled, and random
+    values for other tensors without memory; all others keep their values."""
     generator = torch.Generator().manual_seed(_SEED)
 
     def filled(value: Any) -> Any:
@@ -254,7 +254,7 @@ def _random_tensors(tensors: Tensors, spread: Spread) -> Tensors:
 
 
 def _filled(value: Tensor, generator: torch.Generator, spread: Spread) -> Tensor:
-    # A meta tensor says nothing of the device it will have.
+    # A meta tensor does not tell its later device.
     device = torch.device("cpu") if value.is_meta else value.device
     result = random_like(value, generator, device, spread, value.dtype).detach()
     return result.requires_grad_(value.requires_grad)

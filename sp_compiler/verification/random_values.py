@@ -1,4 +1,4 @@
-"""Random values for parameters that have no values yet, and for what depends on them."""
+"""Random values for parameters that have no values yet, and for values that depend on them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from sp_compiler.verification.precision import widest
 
 Spread = Literal["any sign", "positive", "fraction"]
 SPREADS: tuple[Spread, ...] = ("any sign", "positive", "fraction")
-"""In the order to try them: roots and logarithms of parameters need the second or the third, and a
-comparison of what is not a number on both sides would prove nothing."""
+"""In the order to try them: roots and logarithms of parameters need the second or the third, since
+a comparison of NaN with NaN would prove nothing."""
 _SEED = 20260
-# A large table repeats its first numbers, for drawing all of them costs more than products with
-# them. A prime, so that parts of it on two ranks, or rows of a width in use, are not equal.
+# A large table repeats its first values, since drawing all of them costs more than a matmul with
+# them. The period is a prime, so that parts on two ranks, or rows of a usual width, are not equal.
 _PERIOD = 262_139
 
 
@@ -34,7 +34,7 @@ def random_like(
     spread: Spread = "any sign",
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return random numbers, scaled so that matrix products stay of order one.
+    """Return random numbers, scaled so that results of matmuls stay of order one.
 
     ``value`` gives the shape; if its dtype has no gradients, the result is zero. Without ``dtype``
     the result is float64.
@@ -42,7 +42,7 @@ def random_like(
     shape, device = tuple(value.shape), device or value.device
     if not carries_gradient(value):
         return torch.zeros(shape, dtype=value.dtype, device=device)
-    # On the CPU, whatever the device: generators of two devices draw different numbers.
+    # Always drawn on the CPU: generators of two devices draw different numbers.
     size = math.prod(shape)
     dtype_drawn = widest(value.dtype)
     noise = torch.randn(min(size, _PERIOD), generator=generator, dtype=dtype_drawn, device="cpu")
@@ -50,7 +50,7 @@ def random_like(
         noise = noise.abs()
     if spread == "fraction" and not noise.is_complex():
         noise = noise / (1 + noise)
-    # The fan-in of a weight, at most 64, for narrow results of wide tables would vanish.
+    # By the fan-in of a weight, at most 64: otherwise narrow results of wide tables would vanish.
     scale = 1 / math.sqrt(min(shape[-1], 64)) if len(shape) == 2 else 1.0
     noise = (noise * scale).to(dtype or noise.dtype)
     noise = noise.repeat(-(-size // _PERIOD))[:size].reshape(shape)
@@ -60,19 +60,19 @@ def random_like(
 class Values:
     """The value of every ref of a program at the example's sizes, computed on demand.
 
-    Values that depend on a parameter are random, so that no layer has to run before another; others
-    (masks, positions, rotary tables) are those that the program computes, because passes may rely
-    on them.
+    Values that depend on a parameter are random, so that no layer has to run before another. All
+    other values (masks, positions, rotary tables) are computed by the program, because passes may
+    rely on them.
 
-    Random ones are kept until :meth:`forget`, so that all comparisons of a block get the very same
+    Random values are kept until :meth:`forget`, so that all comparisons of a block get the same
     tensors.
 
     Args:
-        program: at the example's sizes.
-        params: for shapes, dtypes and which require gradients; random where they have no memory.
-        buffers: likewise.
+        program: the program at the example's sizes.
+        params: for shapes, dtypes and which require gradients; their values are not used.
+        buffers: buffers by name; random if they have no memory.
         inputs: flattened user inputs.
-        spread: of random numbers.
+        spread: spread of random numbers.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Values:
         self._kept: dict[tuple[str, Ref], Tensor] = {}
 
     def forget(self) -> None:
-        """Free the random values and tangents, which are drawn again, equal, when asked for."""
+        """Free the random values and tangents; equal ones are drawn again when needed."""
         self._kept.clear()
 
     def of(self, ref: Ref) -> Any:
@@ -103,8 +103,8 @@ class Values:
         if ref.kind == "call":
             node = self._program.node_of(ref)
             value = node.meta["val"]
-            # Integers that depend on parameters, as an expert's index, are computed: random ones
-            # would be out of range.
+            # Integers that depend on parameters, such as the index of an expert, are computed:
+            # random ones would be out of range.
             if self.is_random(ref) and carries_gradient(value):
                 return self._random(ref, value, bool(node.meta.get("requires_grad")))
             return self._result(ref)
@@ -112,11 +112,11 @@ class Values:
         return self._random(ref, value, value.requires_grad) if self.is_random(ref) else value
 
     def random(self, ref: Ref, like: Tensor) -> Tensor:
-        """Return random numbers for ``ref``, shaped as ``like``."""
+        """Return random numbers for ``ref``, in the shape of ``like``."""
         return self._drawn("value", ref, like, like.dtype)
 
     def tangent(self, ref: Ref, like: Tensor) -> Tensor:
-        """Return the float64 tangent of the output ``ref`` of a call, shaped as ``like``."""
+        """Return the float64 tangent of the output ``ref`` of a call, in the shape of ``like``."""
         return self._drawn("tangent", ref, like)
 
     def is_random(self, ref: Ref) -> bool:
@@ -129,8 +129,9 @@ class Values:
         return ref.kind == "param" or (isinstance(value, Tensor) and value.is_meta)
 
     def identity(self, ref: Ref) -> object:
-        """Return what two refs must share for one proof to serve both: if random, only the kind."""
-        if ref.kind == "seed":  # all calls draw from one in a proof
+        """Return what two refs must share for one proof to hold for both: if random, only the
+        shape, dtype and whether a gradient is required."""
+        if ref.kind == "seed":  # all calls of a proof draw from one seed
             return ref.kind
         if ref.kind == "size":
             return ref
@@ -141,10 +142,10 @@ class Values:
             like = self._source(ref)
             requires_grad = isinstance(like, Tensor) and like.requires_grad
         if isinstance(like, Tensor) and self.is_random(ref) and carries_gradient(like):
-            # Equal layers have different weights; a proof on random ones holds for all.
+            # Equal layers have different weights; a proof on random ones holds for all layers.
             return tuple(like.shape), like.dtype, requires_grad
         if ref.kind in ("buffer", "constant") and not like.is_meta:
-            # Each layer may have a table of its own, which is the same in all of them.
+            # Each layer may have its own table, with the same content in all of them.
             content = like.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
             return like.shape, like.dtype, hashlib.sha256(content).hexdigest()
         return ref
@@ -175,10 +176,10 @@ class Values:
 
     def _drawn(self, kind: str, ref: Ref, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         if (kind, ref) not in self._kept:
-            # By name, so that neither the order of use nor the process changes the numbers.
+            # Seeded by name: the numbers depend neither on the order of use nor on the process.
             text = repr((kind, ref.kind, ref.name, ref.index, ref.output))
             generator = torch.Generator().manual_seed(zlib.crc32(text.encode()))
-            # A meta tensor says nothing of the device it will have.
+            # A meta tensor does not tell its later device.
             device = torch.device("cpu") if like.is_meta else like.device
             spread: Spread = self._spread if kind == "value" else "any sign"
             drawn = random_like(like, generator, device, spread, dtype)

@@ -1,6 +1,6 @@
 """Runs captures and programs on one device, node by node, under torch's own autograd.
 
-It is the reference of all comparisons: no placements, no joint graph, no generated code.
+It is the reference of all comparisons, without placements, joint graphs and generated code.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def run_captured(
         params: global parameters by their name in ``model.named_parameters()``.
         buffers: global buffers by name.
         flat_inputs: leaves of :func:`sp_compiler.trace.export.flatten_inputs`.
-        seed: seed of random numbers, 0-dim int64; draws of a flat graph share it and differ in
-            site.
+        seed: seed of random numbers, 0-dim int64; all draws of a flat graph share it, with
+            different sites.
     """
     sources = _Sources(params, buffers, captured.constants, flat_inputs, seed)
-    # A flat graph is one call, so that its seed is the forward's own.
+    # A flat graph is one call, so its seed is the forward's own.
     values = [sources.get(ref) for ref in captured.refs]
     returned = list(run_graph(captured.module, values))
-    # A functional graph returns new values of buffers behind its outputs.
+    # A functional graph returns new values of buffers after its outputs.
     written = dict(zip(captured.mutated, returned[len(captured.outputs) :], strict=True))
     return ReferenceResult(returned[: len(captured.outputs)], captured.out_spec, written)
 
@@ -94,7 +94,7 @@ class _Sources:
     results: list[tuple[Any, ...]] = field(default_factory=list)
 
     def get(self, ref: Ref, *, of_call: bool = False) -> Any:
-        """The value of ``ref``; a seed is made distinct where it is that ``of_call``."""
+        """Return the value of ``ref``; a seed ``of_call`` is made distinct for the call."""
         if ref.kind == "call":
             return self.results[ref.index][ref.output]
         if ref.kind == "input":

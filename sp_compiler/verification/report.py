@@ -19,21 +19,21 @@ from sp_compiler.base.pass_report import Pass, PassReport, report_lines
 from sp_compiler.planning.html import framed
 
 FLOOR = 1e-5
-"""Of the largest gradient: smaller ones are zero in theory and hold rounding of the others."""
+"""Relative to the largest gradient: smaller ones are zero in theory, with only rounding errors."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One comparison of numbers.
+    """One comparison of results.
 
     Attributes:
         stage: the pass whose result is compared, or "check" if placements were rejected.
         subject: "model" for the full step, else the name of a block run on random data.
-        error: the largest relative error; infinite if there is nothing to compare.
+        error: the largest relative error; infinite if there are no results to compare.
         tolerance: the largest allowed error.
         where: the output or gradient with the largest error.
-        message: the reason if there is nothing to compare, else "".
-        noise: the noise floor: the largest relative change of the unsharded result under another
+        message: the reason if there are no results to compare, else "".
+        noise: the noise floor: the largest relative change of the unsharded result with another
             order of rounding, in the precision of the comparison.
         rounding: the largest relative difference between the unsharded result in that precision and
             in the model's own dtypes.
@@ -88,17 +88,17 @@ class VerifyReport:
     def first_bad_pass(self) -> str | None:
         """The first pass whose result is wrong; ``None`` if all are right.
 
-        "check" if a placement was rejected although all numbers agree.
+        "check" if a placement was rejected although all results agree.
         """
         order = list(dict.fromkeys(row.stage for row in self.table))
         bad = {row.stage for row in self.table if not row.ok}
-        # The check comes last: wrong numbers say more than a placement that was refused.
+        # The check comes last: a wrong result is more informative than a rejected placement.
         return min(bad, key=lambda stage: (stage == Pass.CHECK, order.index(stage)), default=None)
 
     @property
     def first_bad_operator(self) -> str | None:
-        """The first operator of a sharded block whose value or gradient is wrong, such as "linear
-        of blocks.0.up, model.py:12 x = self.up(x)"; ``None`` if no sharding rule is to blame."""
+        """The first operator of a sharded block with a wrong value or gradient, such as "linear of
+        blocks.0.up, model.py:12 x = self.up(x)"; ``None`` if no sharding rule is to blame."""
         named = (row.operator for row in self.table if row.operator)
         return next(named, None) if self.first_bad_pass == Pass.SHARD else None
 
@@ -159,19 +159,21 @@ class VerifyReport:
             )
             lines += [f"        {line}" for line in row.message.splitlines()]
             lines += [f"        wrong from here on: {row.operator}"] if row.operator else []
-        # Which pass rewrote how much is where a search for the wrong one starts.
+        # A search for the wrong pass starts with how much each has rewritten.
         lines += ["Passes", *(f"  {line}" for line in report_lines(self.passes))]
         return "\n".join(lines)
 
 
 def output_errors(actual: Sequence[Any], expected: Sequence[Any]) -> dict[str, float]:
-    """Relative error of each output, by "output i"; other values than tensors must be equal."""
+    """Return the relative error of each output, by "output i"; values that are not tensors must be
+    equal."""
     errors = {}
     for index, (value, true) in enumerate(zip(actual, expected, strict=True)):
         if not isinstance(true, Tensor):
             errors[f"output {index}"] = 0.0 if value == true else float("inf")
             continue
-        # Relative to the largest number, not to each: what cancels to zero has no relative error.
+        # Relative to the largest element, since an element that cancels to zero has no relative
+        # error.
         errors[f"output {index}"] = _difference(value, true, _size(true) or 1.0)
     return errors
 
@@ -179,14 +181,15 @@ def output_errors(actual: Sequence[Any], expected: Sequence[Any]) -> dict[str, f
 def gradient_errors(
     actual: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None]
 ) -> dict[str, float]:
-    """max|g - g0| / max(max|g0|, FLOOR of the largest gradient) by name; no gradient is zero."""
+    """Return max|g - g0| / max(max|g0|, FLOOR of the largest gradient) by name; a missing gradient
+    counts as zero."""
     sizes = {name: 0.0 if g is None else _size(g) for name, g in expected.items()}
     floor = FLOOR * max(sizes.values(), default=0.0) or 1.0
     errors = {}
     for name, true in expected.items():
         value = actual.get(name)
         if true is None:
-            # Where the model gives no gradient ours may give zeros: an optimizer would do the same.
+            # If the model has no gradient, ours may be zeros: an optimizer would do the same.
             errors[name] = 0.0 if value is None else _size(value) / floor
         elif value is None:
             errors[name] = sizes[name] / max(sizes[name], floor)
@@ -199,28 +202,28 @@ def _size(tensor: Tensor) -> float:
     worst = _largest(tensor)
     if math.isfinite(worst):
         return worst
-    # Of what can be compared: beside an infinite number every error would look small.
+    # Of finite elements: compared with an infinite one, every error would look small.
     return _largest(tensor[tensor.isfinite()])
 
 
 def _largest(tensor: Tensor) -> float:
-    """Return the largest absolute value; NaN if there is one, 0 if there is no number."""
+    """Return the largest absolute value; NaN if there is one, 0 if there are no elements."""
     if not tensor.numel():
         return 0.0
     if tensor.is_complex() or not tensor.is_floating_point():
         tensor = _wide(tensor).abs()
-    # One pass without a copy: comparisons of weights cost as much as products with them.
+    # One pass without a copy: a comparison of weights costs as much as a matmul with them.
     low, high = torch.aminmax(tensor.detach())
     return max(float(high), -float(low)) if low == low else math.nan
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """``tensor`` so that differences are exact; complex numbers keep both parts."""
+    """Return ``tensor`` in a dtype of exact differences; complex numbers keep both parts."""
     return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 _PIECE = 1 << 16
-"""Numbers to compare at a time."""
+"""Number of elements to compare at a time."""
 
 
 def _difference(value: Tensor | None, true: Tensor, scale: float) -> float:
@@ -228,8 +231,8 @@ def _difference(value: Tensor | None, true: Tensor, scale: float) -> float:
         return float("inf")
     if value.data_ptr() == true.data_ptr() and value.stride() == true.stride():
         return 0.0  # computed once for both sides
-    # Rows at a time, which stay in the cache: a difference of whole tables takes longer than
-    # products with them.
+    # A few rows at a time, which stay in the cache: the difference of entire tables takes longer
+    # than a matmul with them.
     rows = max(1, _PIECE // max(1, value.shape[1:].numel()))
     pairs = zip(*(torch.atleast_1d(side).split(rows) for side in (value, true)), strict=True)
     return max(starmap(_largest_difference, pairs)) / scale

@@ -1,14 +1,14 @@
 """Comparison of each call of a program with its part of the capture, on random values.
 
-Passes before sharding rewrite one flat graph, and most values passed between calls still are nodes
-of it. The capture is cut at these::
+Passes before sharding rewrite one flat graph, and most values passed between calls are still its
+nodes. The capture is cut at these::
 
     capture   embedding ── add ── ... ── add_7 ── ... ── add_11 ── ... ── loss
     program   Prologue     └── Block ────┘ └──── Block ────┘ └─ Epilogue ─┘
 
-A part and its call get the same random values and tangents; if all parts agree, forward and
+A part and its call get the same random values and tangents. If all parts agree, forward and
 backward, the program is right by the chain rule. Layers whose parts of the *capture* are equal node
-by node are compared once: wrongly merged layers differ there.
+by node are compared once; wrongly merged layers differ there.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Section:
         call: index of the call in the program.
         outputs: outputs that the capture also has, with their nodes there.
         captured: the part of the capture: a graph of ``sources`` that returns ``outputs``.
-        sources: refs of its placeholders.
-        calls: the calls that must run for it, including those whose results are not in the
+        sources: refs of the placeholders of ``captured``.
+        calls: the calls that must run for the section, including those whose results are not in the
             capture, by index, with the positions of the outputs to compute.
-        leaves: sources of both sides.
+        leaves: refs of the sources of both sides.
     """
 
     call: int
@@ -63,8 +63,8 @@ class Sections:
     """Cuts ``captured`` at the values that ``program``, which was derived from it, still has.
 
     Args:
-        captured: before any pass rewrote it.
-        program: with the names of the nodes that its calls return.
+        captured: the capture before any pass has rewritten it.
+        program: the program, whose calls have the names of the nodes that they return.
         at_example: ``program`` at the example's sizes.
     """
 
@@ -81,7 +81,7 @@ class Sections:
                 # Each node once: two refs of it would get two random values.
                 if name in by_name:
                     self._nodes[_result(index, output)] = by_name.pop(name)
-        # What is returned is known whatever became of its node.
+        # Returned values correspond, whatever became of their nodes.
         returned = [*zip(self.program.outputs, self.captured.outputs, strict=True)]
         written = self.captured.mutated_buffers
         returned += [(ref, written[name]) for name, ref in self.program.mutated_buffers.items()]
@@ -103,13 +103,12 @@ class Sections:
         )
 
     def distinct(self, values: Values) -> Iterator[Section]:
-        """Return one section per group of calls that are equal in the capture and in the
-        program."""
+        """Yield one section per group of calls that are equal in the capture and in the program."""
         known: set[str] = set()
         for index in range(len(self.program.calls)):
             section = self._section(index)
-            # Without an output that both sides have there is nothing to compare: it runs as part of
-            # the next.
+            # Without an output on both sides there is nothing to compare: the call runs as part of
+            # the next section.
             if section.outputs and (key := self._key(section, values)) not in known:
                 known.add(key)
                 yield section
@@ -126,8 +125,8 @@ class Sections:
         return Section(index, own, module, sources, calls, list(merged))
 
     def _needed(self, own: Collection[Ref]) -> tuple[dict[int, list[int]], list[Ref]]:
-        """Calls that have to run for the refs ``own``, with the outputs that they have to compute,
-        and what they are given from outside."""
+        """Return the calls that must run for the refs ``own``, with the outputs that they must
+        compute, and the refs of their inputs from outside."""
         computed, leaves = dict.fromkeys(own), dict[Ref, None]()
         pending = [*own]
         while pending:
@@ -137,7 +136,7 @@ class Sections:
                 elif ref not in computed:
                     computed[ref] = None
                     pending.append(ref)
-        # A known result that an unknown one of its call depends on is computed with that.
+        # If an unknown result depends on a known one of the same call, the latter is computed too.
         unknown = [ref for ref in computed if ref not in own]
         inside = {
             (ref.index, node) for ref in unknown for node in ancestors([self.program.node_of(ref)])
@@ -153,12 +152,12 @@ class Sections:
         return calls, [ref for ref in leaves if ref not in computed]
 
     def _read(self, ref: Ref) -> list[Ref]:
-        """Arguments of the call of ``ref`` that it depends on."""
+        """Return the arguments of the call of ``ref`` on which ``ref`` depends."""
         call, needed = self.program.calls[ref.index], ancestors([self.program.node_of(ref)])
         return [
             arg
             for node, arg in call.inputs
-            # A symbol shows in shapes alone.
+            # A symbol is used only in shapes.
             if node in needed or arg.kind == "size"
         ]
 
@@ -167,7 +166,7 @@ class Sections:
         graph, copies, sources = Graph(), dict[Node, Node](), list[Ref]()
         for node in self.captured.module.graph.nodes:
             ref = self._of_node.get(node)
-            # A symbol shows in shapes alone, so every size that is open is given.
+            # A symbol is used only in shapes, so every open size is an input.
             is_size = node.op == "placeholder" and ref is not None and ref.kind == "size"
             if node not in inside and not is_size:
                 continue
@@ -181,11 +180,11 @@ class Sections:
         return module_of(graph, self.captured.module), sources
 
     def _key(self, section: Section, values: Values) -> str:
-        """Text that is equal for sections that prove each other."""
+        """Return a text that is equal for two sections if a proof of one holds for the other."""
         numbers = {ref: number for number, ref in enumerate(section.leaves)}
         leaves = [values.identity(ref) for ref in section.leaves]
         graph = section.captured.graph
-        # Placeholders by what they stand for: the one of a layer's carry is anywhere among them.
+        # Placeholders are identified by their refs: their order differs between layers.
         inputs = graph.find_nodes(op="placeholder")
         names = dict(zip(inputs, (f"leaf {numbers[ref]}" for ref in section.sources), strict=True))
         inner = [node for node in graph.nodes if node.op != "placeholder"]
@@ -194,7 +193,7 @@ class Sections:
             (str(node.target), repr(map_arg((node.args, node.kwargs), names.__getitem__)))
             for node in inner
         ]
-        # Calls by their place among those of the section: equal layers have other indices.
+        # Calls by their position in the section, since equal layers have other indices.
         names_of: dict[Ref, Any] = dict(numbers)
         for place, (index, outputs) in enumerate(section.calls.items()):
             names_of |= {_result(index, output): (place, output) for output in outputs}
@@ -209,7 +208,7 @@ class Sections:
         return repr((leaves, nodes, calls, [ref.output for ref in section.outputs]))
 
     def compare(self, section: Section, values_of: Callable[[Spread], Values]) -> Comparison:
-        """Compare the two sides of ``section``, on the first spread that gives numbers."""
+        """Compare the two sides of ``section``, with the first spread that does not give NaN."""
         for spread in SPREADS:
             values = values_of(spread)
             of_capture = partial(_numbers, _run_captured, section, values)
@@ -219,7 +218,7 @@ class Sections:
         name = self.program.calls[section.call].region.name
         try:
             numbers = _numbers(self._run_calls, section, values, reference.precision)
-        except Exception as error:  # whatever an operator says to wrong operands
+        except Exception as error:  # an operator may raise anything for wrong operands
             return reference.failed(Pass.OUTLINE, name, error)
         return reference.compare(Pass.OUTLINE, name, numbers)
 
@@ -227,7 +226,7 @@ class Sections:
         values = dict(leaves)
         for index, outputs in section.calls.items():
             call = self.at_example.calls[index]
-            # Without what nothing here needs, such as the embeddings beside a mask.
+            # Without unneeded results, such as the embeddings if only a mask is needed.
             module = _with_outputs(call.region, outputs)
             results = run_graph(module, list(map(values.get, call.args)))
             values |= {_result(index, output): results[output] for output in outputs}
@@ -276,7 +275,7 @@ def _numbers(
 
 
 def check_wiring(sections: Sections) -> Iterator[Comparison]:
-    """Return a comparison that failed if the program returns other values than the capture."""
+    """Yield a failed comparison if the program returns other values than the capture."""
     if not sections.wired:
         message = "the program returns other values than the capture"
         yield Comparison(Pass.OUTLINE, "model", float("inf"), TOLERANCE, message=message)
@@ -285,16 +284,16 @@ def check_wiring(sections: Sections) -> Iterator[Comparison]:
 def check_sections(
     sections: Sections, distinct: Sequence[Section], values_of: Callable[[Spread], Values]
 ) -> Iterator[Comparison]:
-    """Compare each of the ``distinct`` sections with the part of the capture that it came from.
+    """Compare the two sides of each of the ``distinct`` sections.
 
     Args:
-        sections: of the capture and the program.
-        distinct: those to compare.
+        sections: all sections of the capture and the program.
+        distinct: the sections to compare.
         values_of: returns the values for a spread of random numbers.
     """
     for section in distinct:
         regions = [sections.program.calls[index].region for index in section.calls]
-        # Numbers that are drawn differ between the two.
+        # The two sides would draw different numbers.
         if not any(draws_uniform(region) for region in regions):
             yield sections.compare(section, values_of)
 

@@ -2,7 +2,7 @@
 
 A :class:`LocalTensor` holds the parts of every rank; an operation on it runs once per rank, and
 functional collectives are intercepted and computed on the parts. Nothing in ``torch.distributed``
-is initialised or changed, so this works beside any default group.
+is initialised or changed, so this works next to any default group.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def simulated_ranks(world_size: int) -> Iterator[Communicator]:
     if world_size == 1:
         yield Communicator(None, 0, 1)
         return
-    # The rank is a tensor as well: a number would be the same in all of them, and every slice by it
-    # that of rank 0.
+    # The rank is a tensor as well: a number would be the same on all ranks, and so would every
+    # slice that depends on it.
     rank = LocalTensor({index: torch.tensor(index, device="cpu") for index in range(world_size)})
     with SimulationMode(world_size):
         yield _SimulatedRanks(None, rank, world_size)
@@ -55,8 +55,8 @@ class _SimulatedRanks(Communicator):
         function: Callable[[int | Tensor, Sequence[Any]], Sequence[Any]],
         values: Sequence[Any],
     ) -> Sequence[Any]:
-        """Call ``function(rank, values)`` on the parts of each rank; return its results as one
-        value each."""
+        """Call ``function(rank, values)`` on the parts of each rank; return each result as one
+        value for all ranks."""
         results = {
             index: function(rank, [_on_rank(value, index) for value in values])
             for index, rank in self.rank._local_tensors.items()  # type: ignore[union-attr]
@@ -71,17 +71,17 @@ def scatter(full: Tensor, placement: Placement, world_size: int) -> Tensor:
     """Return the ranks' parts of ``full`` as a :class:`LocalTensor`, or a plain tensor for one
     rank.
 
-    A partial sum is all of it on rank 0 and zeros elsewhere. Ranks never share memory.
+    A partial sum has the full value on rank 0 and zeros elsewhere. Ranks never share memory.
 
     Raises:
         ArgumentError: ``full`` was created while ranks are simulated, so it is not a full tensor.
     """
     if isinstance(full, LocalTensor):
         raise ArgumentError(
-            "scatter() of what is already one part a rank; factories such as torch.randn make such "
-            "tensors while ranks are simulated, so make full tensors before"
+            "scatter() of a tensor that already has one part per rank; factories such as "
+            "torch.randn make such tensors while ranks are simulated, so make full tensors before"
         )
-    # Leaves of their own: what the ranks compute must not reach the caller's gradients.
+    # Detached: the ranks' backward must not write the caller's gradients.
     full = full.detach()
     if world_size == 1:
         return full.clone()
@@ -98,7 +98,7 @@ def gather_check(local: Tensor, placement: Placement) -> Tensor:
     """
     if not isinstance(local, LocalTensor):
         return local.detach().clone()
-    # In the order of ranks, whatever order the collective that made them left.
+    # In the order of ranks, whatever order a collective has left.
     parts = [local._local_tensors[rank] for rank in sorted(local._ranks)]
     return join_parts(parts, placement)
 
@@ -109,9 +109,9 @@ class SimulatedStep:
 
     Attributes:
         outputs: the flat outputs of the model.
-        grads: parameter name to gradient; ``None`` without one.
-        input_grads: gradient of each flat input, ``None`` without one.
-        mutated_buffers: name to new value.
+        grads: gradient of each parameter by name; ``None`` if it has none.
+        input_grads: gradient of each flat input; ``None`` if it has none.
+        mutated_buffers: new values by name.
     """
 
     outputs: list[Any]
@@ -143,17 +143,17 @@ def simulate_step(
             own operators, once for all ranks.
 
     Raises:
-        RankMismatchError: replicated outputs or gradients that differ between ranks.
+        RankMismatchError: replicated outputs or gradients differ between ranks.
     """
     world_size, placements = compiled.world_size, compiled.param_placements
-    # Through the executor, as on real ranks: how it wires calls is part of what is tested.
+    # By the executor, as on real ranks: its wiring of calls is tested too.
     with simulated_ranks(world_size) as tp, mode():
         params = {
             name: scatter(value, placements[name], world_size).requires_grad_(value.requires_grad)
             for name, value in full_params.items()
             if name in placements
         }
-        # Every rank is given the same batch, as a user's call gives it.
+        # Every rank gets the same batch, as in a user's call.
         inputs = [_scatter_input(value, world_size) for value in flat_inputs]
         replicated = {name: scatter(value, I, world_size) for name, value in buffers.items()}
         run = Executor(compiled, tp).run(params, replicated, inputs, seed)
@@ -167,7 +167,7 @@ def simulate_step(
             name: None if value.grad is None else gather_check(value.grad, placements[name])
             for name, value in params.items()
         }
-        # The gradient of an input is full on each rank: nothing downstream reduces it.
+        # The gradient of an input is full on each rank, since nothing outside would reduce it.
         input_grads = [
             gather_check(value.grad, I)
             if isinstance(value, Tensor) and value.grad is not None
@@ -208,8 +208,8 @@ def _backward(
 class SimulationMode(LocalTensorMode):
     """:class:`LocalTensorMode` whose functional collectives need no process group.
 
-    Also faster: the random state is not saved and restored around every operation of every rank, as
-    generated code draws no random numbers.
+    It is also faster: the random state is not saved and restored around every operation of every
+    rank, since generated code draws no random numbers from it.
     """
 
     def __torch_dispatch__(
@@ -220,7 +220,7 @@ class SimulationMode(LocalTensorMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        # Ahead of LocalTensorMode, which looks up the group of each of them.
+        # Before LocalTensorMode, which would look up the group of each collective.
         if func.namespace == "_c10d_functional":
             return _collective(func, args)
         if func.namespace == "sp_compiler":
@@ -229,10 +229,10 @@ class SimulationMode(LocalTensorMode):
             return super().__torch_dispatch__(func, types, args, kwargs)
         items = list(_items((*args, *kwargs.values())))
         is_plain = not any(isinstance(item, LocalTensor) for item in items)
-        # A factory, which has no operand at all, makes a part on every rank.
+        # A factory, which has no tensor operands, makes a part on every rank.
         if is_plain and (self._disable or any(isinstance(item, Tensor) for item in items)):
             return func(*args, **kwargs)
-        # These ask for what all ranks share, and have no tensor to put together again.
+        # These return sizes that all ranks share, not tensors that could be combined.
         if func is torch.ops.aten.dim.default or func.overloadpacket is torch.ops.aten.sym_size:
             return super().__torch_dispatch__(func, types, args, kwargs)
         results = [
@@ -247,7 +247,8 @@ class SimulationMode(LocalTensorMode):
         """Run one of our operators, whose kernel communicates: it gets the parts of all ranks at
         once.
 
-        This mode is off while it dispatches and cannot be entered again: it would be off after.
+        This mode is disabled while it dispatches. A new one is entered, since entering this one
+        again would leave it disabled afterwards.
         """
         operator = operator_of(func)
         assert operator is not None
@@ -276,7 +277,7 @@ def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: 
     if not func._schema.returns:
         return None
     for changed in written_arguments(func, args, kwargs):
-        # The very argument, as torch returns it; its sizes may be others now.
+        # The argument itself, as torch returns it; its sizes may have changed.
         if isinstance(changed, LocalTensor):
             changed._sync_meta()
             return changed
@@ -289,7 +290,7 @@ def _combine(results: list[Any]) -> Any:
         return LocalTensor(dict(enumerate(results)))
     if isinstance(first, (list, tuple)):
         return type(first)(_combine(list(items)) for items in zip(*results, strict=True))
-    # A branch on it would part the ranks, and with it the collectives they meet.
+    # A branch on it would send ranks to different collectives.
     if any(result != first for result in results):
         raise RankMismatchError(
             f"an operation gave {results} on ranks 0 to {len(results) - 1}; a Python number must "
@@ -307,7 +308,7 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _collective(func: Any, args: tuple[Any, ...]) -> Any:
-    """A functional collective over all simulated ranks."""
+    """Run a functional collective over all simulated ranks."""
     x = args[0]
     if func is _c10d.wait_tensor.default:
         return x
@@ -316,7 +317,7 @@ def _collective(func: Any, args: tuple[Any, ...]) -> Any:
     parts = [x._local_tensors[rank] for rank in sorted(x._ranks)]
     world_size = len(parts)
     if func is _c10d.all_gather_into_tensor.default:
-        # Copies: in shared memory a write by one rank would be seen by all.
+        # Copies: in shared memory, all ranks would see a write by one.
         full = torch.cat(parts)
         results = [full.clone() for _ in parts]
     elif func in (_c10d.all_reduce.default, _c10d.all_reduce_.default):

@@ -1,4 +1,4 @@
-"""Variants of a compiled program after each pass, to find the one that changed its numbers."""
+"""Variants of a compiled program after each pass, to find the pass that changed its results."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ def variants_by_pass(
     """Return the program after each pass from sharding on, by name of the pass: only the code of
     its regions differs.
 
-    The code is the graphs that the pass left in ``compiled.stages``: another run of the pass would
-    show what it does now.
+    The code is made from the graphs that the pass left in ``compiled.stages``, rather than from
+    another run of the pass, which might differ.
 
     Args:
-        compiled: at the example's sizes.
-        joint: whether to include the passes between sharding and the partition, which need no look
-            while the partition's result is right.
+        compiled: the program at the example's sizes.
+        joint: whether to include the passes between sharding and the partition, which is not
+            necessary if the partition's result is right.
     """
     regions, stages = printed_regions(compiled), compiled.stages
-    # Sharding leaves a forward alone, and autograd finds the backward: a wrong joint graph cannot
-    # hide in both.
+    # After sharding there is only a forward, whose backward is autograd's: a wrong joint graph
+    # cannot be on both sides of a comparison.
     sharded = {
         name: ShardedCode(item.region, item.differentiable) for name, item in regions.items()
     }
@@ -96,11 +96,11 @@ def _of_joints(compiled: CompiledProgram, joints: Mapping[str, JointGraph]) -> C
 
 
 def as_it_runs(compiled: CompiledProgram) -> CompiledProgram:
-    """Return the program with codes that run all functions of each region; a step and a block then
-    test those that a step runs, and those that another step would.
+    """Return the program with code that runs all functions of each region: a comparison of a step
+    or a block then also tests functions that only other steps run.
 
     Args:
-        compiled: at the example's sizes.
+        compiled: the program at the example's sizes.
     """
     parts = {name: each.partitioned for name, each in compiled.regions.items()}
     return _divided(compiled, compiled.codes, parts)
@@ -109,7 +109,7 @@ def as_it_runs(compiled: CompiledProgram) -> CompiledProgram:
 def _divided(
     compiled: CompiledProgram, codes: Mapping[str, Any], parts: Mapping[str, Partitioned]
 ) -> CompiledProgram:
-    """Return the program with ``codes``; a step runs those functions that ``parts`` have."""
+    """Return the program with ``codes``; a step runs the functions that ``parts`` have."""
     whole: dict[str, RegionCode] = {
         name: StepCode(code, parts[name], compiled.differentiable[name])
         if any((parts[name].loss, parts[name].split, parts[name].ahead))
@@ -154,7 +154,7 @@ def _parts_after(item: CompiledRegion, stage: Snapshot) -> Partitioned:
         return example.copied(stage.graphs[f"{item.region.name}{suffix}"])
 
     def graphs(*suffixes: str) -> tuple[Graph, ...]:
-        """Return graphs that a later pass may have made."""
+        """Return these graphs, or none if the pass that makes them has not run yet."""
         made = f"{item.region.name}{suffixes[0]}" in stage.graphs
         return tuple(map(graph, suffixes)) if made else ()
 
@@ -172,7 +172,7 @@ def _parts_after(item: CompiledRegion, stage: Snapshot) -> Partitioned:
 
 
 def _saving_all(joint: JointGraph) -> Partitioned:
-    """Divide ``joint`` without the partitioner: backward gets all that it reads of the forward."""
+    """Divide ``joint`` without the partitioner: all forward values read in backward are saved."""
     backward = joint.backward_nodes()
     read = {node for each in backward for node in each.all_input_nodes}.union(joint.grads)
     first = [
@@ -189,8 +189,8 @@ def _saving_all(joint: JointGraph) -> Partitioned:
 
 
 def _on_device(compiled: CompiledProgram) -> dict[str, PartitionedRegion]:
-    """Return the regions without what goes to the host, is recomputed ahead or left to others:
-    before the partition code saves other values, and has no functions for it."""
+    """Return the regions without offloading, recompute prefetch and deferred gradients: code from
+    before the partition saves other values, and has no functions for these."""
     whole: dict[str, Any] = {"saved": (), "ahead": None, "split": None}
     return {
         name: replace(split, partitioned=replace(split.partitioned, **whole))

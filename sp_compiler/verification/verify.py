@@ -1,4 +1,4 @@
-"""Check that a compiled model computes the same as the model, pass by pass."""
+"""Check that a compiled model computes the same as the original model, pass by pass."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from sp_compiler.verification.variants import variants_by_pass
 
 _SEED = 1234567
 _NOT_ROUNDING = 1e-6
-"""Relative difference of two runs in float64 that the order of sums does not explain."""
+"""Relative difference of two runs in float64 that the order of sums cannot explain."""
 
 
 @with_options
@@ -49,12 +49,12 @@ def verify(
     """Compare the compiled ``model`` with the original: outputs, buffers it writes, all gradients.
 
     Runs the compiled program on ranks simulated in this process, without a process group. Both
-    sides compute in float64 and ignore casts (of functions for Inductor the code that it is given);
+    sides compute in float64 and ignore casts (for Inductor, the code before its compilation runs);
     if an operator has no float64 kernel, both compute in the model's own dtypes. Next to each error
-    the report shows the *noise floor*, which is what another order of rounding changes without
+    the report shows the *noise floor*, the change of results by another order of rounding without
     ranks, and the rounding of the model's own dtypes. Only an error well above that floor is wrong.
 
-    The result of each pass is compared, your own passes included, to find the one at fault. Then
+    The result of each pass, including your own passes, is compared to find the one at fault. Then
     each distinct block is compared on random data, forward and backward, which also finds errors
     that no loss shows, such as a gradient that differs between ranks. Both sides draw the same
     random numbers; in the comparison with the model itself, dropout is off.
@@ -68,9 +68,8 @@ def verify(
         tp: number of simulated ranks.
 
     Raises:
-        ArgumentError: an invalid argument, parameters on the ``meta`` device, or a model that
-            returns no tensor or no finite number, cannot be copied or computes something else each
-            time.
+        ArgumentError: an argument is invalid, parameters are on the ``meta`` device, or the model
+            returns no tensor or no finite value, cannot be copied, or is not deterministic.
         UnsupportedError: options that do not work together in this version, or hooks inside the
             model.
         CaptureError: the model has control flow that depends on parameters or activations.
@@ -86,11 +85,11 @@ def verify(
     asked = kwargs.get("use_cache")
     if asked is True:
         kwargs = {**kwargs, "use_cache": False}
-    # A copy, for export writes attributes, and buffers that a forward changes would differ between
-    # the two sides.
+    # A copy, since export writes attributes, and buffers that a forward changes would differ
+    # between the two sides.
     step = Step.of(_copied(model), args, kwargs)
-    # Passes before sharding run twice, once under an observer; this one has the reports of the
-    # second.
+    # Passes before sharding run twice, first with an observer; this runner has the reports of the
+    # second run.
     run = PassRunner()
     with without_cache(step.model, asked=asked):
         rows, precision = _before_sharding(step, checked)
@@ -102,16 +101,16 @@ def verify(
 def _copied(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model)
-    except Exception as error:  # whatever its attributes raise
+    except Exception as error:  # its attributes may raise anything
         raise ArgumentError(
             f"model: verify runs a copy, and {_not_copied(model)} cannot be copied "
-            f"({type(error).__name__}: {error}); keep what cannot outside of the model, or give "
-            "its class a __deepcopy__"
+            f"({type(error).__name__}: {error}); keep it outside of the model, or give its class "
+            "a __deepcopy__"
         ) from error
 
 
 def _not_copied(model: nn.Module) -> str:
-    """Return the first attribute of a module of ``model`` that cannot be copied."""
+    """Return the first attribute of a module of ``model`` that cannot be copied, as text."""
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if name == "_modules":
@@ -177,10 +176,10 @@ class Step:
         precision: Precision,
         mode: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> Numbers:
-        """Results of ``run`` and their gradients, computed inside ``mode``."""
+        """Return the results of ``run`` and their gradients, computed inside ``mode``."""
         tensors = self.tensors.leaves(precision)
         with precision.entered(), mode(), torch.random.fork_rng():
-            torch.manual_seed(_SEED)  # what draws from torch's generator draws the same each time
+            torch.manual_seed(_SEED)  # draws from torch's generator are the same each time
             results = run(tensors)
             backward(results.outputs, results.out_spec)
         detached = [item.detach() if isinstance(item, Tensor) else item for item in results.outputs]
@@ -188,17 +187,17 @@ class Step:
         return Numbers(detached, tensors.grads(), written)
 
     def run_eager(self, captured: Captured, tensors: Tensors) -> ReferenceResult:
-        """Return the leaves of the model's own output, the tensors that it stores and the buffers
-        that it writes, by ``captured``.
+        """Run the model; return its output's leaves, then the tensors that it stores according to
+        ``captured``, and the buffers that it writes.
 
         The model holds ``tensors`` from then on, and its attributes may be written.
         """
         model = self.model
         args, kwargs = pytree.tree_unflatten(list(tensors.inputs), self.spec)
-        # Not for the forward alone: torch.utils.checkpoint runs parts of it again in backward.
+        # Not only during the forward: torch.utils.checkpoint runs parts of it again in backward.
         _hold(model, {**tensors.buffers, **tensors.params})
         own = [value.dtype for value in self.tensors.params.values() if value.is_floating_point()]
-        with KernelEps(own):  # as the capture has it
+        with KernelEps(own):  # as in the capture
             outputs = model(*args, **kwargs)
         left = [
             tensor
@@ -211,7 +210,7 @@ class Step:
 
 
 def _hold(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Put ``tensors`` in place of the model's own, by name; tied ones under all of their names."""
+    """Replace the model's own tensors by ``tensors``, by name; tied ones under all names."""
     own = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     new = {id(value): tensors[name] for name, value in own.items()}
     tables: list[dict[str, Any]] = [m._parameters for m in model.modules()]
@@ -226,7 +225,8 @@ def _before_sharding(step: Step, options: CompileOptions) -> tuple[list[Comparis
     captured = step.capture()
 
     def run_eager(precision: Precision) -> Numbers:
-        # A copy that may be written, made here: no tensor can be copied while dtypes are exchanged.
+        # A copy that may be written. It is made here, since tensors cannot be copied inside the
+        # precision's dispatch mode.
         own = replace(step, model=copy.deepcopy(step.model))
         return undropped(own, partial(own.run_eager, captured), precision)
 
@@ -235,42 +235,42 @@ def _before_sharding(step: Step, options: CompileOptions) -> tuple[list[Comparis
     _require_numbers(step.name, eager.true)
     exported = undropped(step, partial(run_flat, captured), eager.precision)
     rows = [eager.compare(Pass.EXPORT, "model", exported)]
-    # Later passes answer for the capture: eager code may ask for the dtype, which is another here.
+    # Later passes are compared with the capture: eager code may branch on the dtype.
     true = Reference(eager.precision, exported, eager.noise, eager.rounding)
     rows += compare_passes(step, captured, options, true)[0]
     return rows, true.precision
 
 
 def _require_same_numbers(eager: Reference, run: Callable[[Precision], Numbers]) -> None:
-    """Raise an error for a model that computes something else each time: no difference from it,
-    however large, would be above its noise floor."""
+    """Raise an error for a model that is not deterministic: no difference, however large, would be
+    above its noise floor."""
     if eager.precision is not FLOAT64 or eager.noise <= _NOT_ROUNDING:
-        return  # lower precisions differ that much by rounding
+        return  # in lower precision, rounding may differ that much
     error = run(eager.precision).worst(eager.true)
     if error > _NOT_ROUNDING:
         raise ArgumentError(
-            f"model: two forwards of the same inputs, with the same seed of torch, differ by "
-            f"{error:.0e}, so there is nothing to compare; draw random numbers with torch (not "
-            "random, numpy or a clock), and keep what changes from call to call in buffers"
+            f"model: two forwards of the same inputs, with the same torch seed, differ by "
+            f"{error:.0e}, so they cannot be compared; draw random numbers with torch (not "
+            "random, numpy or a clock), and keep state that changes between calls in buffers"
         )
 
 
 def _require_numbers(name: str, numbers: Numbers) -> None:
-    """Raise an error for a model that returns nothing which could differ: NaN equals NaN here."""
+    """Raise an error for a model without results to compare: NaN equals NaN here."""
     tensors = [item for item in numbers.outputs if isinstance(item, Tensor)]
     if not tensors:
         raise ArgumentError(
             f"model: {name} returns no tensor for these inputs, so there is nothing to "
-            "compare; let its forward return the loss or what it computes"
+            "compare; let its forward return the loss or its results"
         )
-    # Of a loss that is NaN all gradients are, whatever the model returns beside it.
+    # If the loss is NaN, so are all gradients, whatever else the model returns.
     for kind, values in (("output", tensors), ("gradient", numbers.grads.values())):
         known = [each for each in values if each is not None and each.numel()]
         floating = list(filter(carries_gradient, known))
         if floating and not any(bool(each.isfinite().any()) for each in floating):
             raise ArgumentError(
-                f"model: {name} has no {kind} with a finite number for these inputs, so there is "
-                "nothing to compare; give it weights and example_inputs of an ordinary step"
+                f"model: {name} has no {kind} with a finite value for these inputs, so there is "
+                "nothing to compare; use weights and example_inputs of an ordinary step"
             )
 
 
@@ -279,21 +279,21 @@ def compare_passes(
 ) -> tuple[list[Comparison], Program | None]:
     """Compare ``captured`` after each pass before sharding with its results ``true``.
 
-    The second result is the program after the last of them, ``None`` if one rejected its graph.
+    The second result is the program after the last one, ``None`` if a pass rejected its graph.
     """
     rows: list[Comparison] = []
 
     def compare(name: str, left: Captured | Program) -> None:
         reference = true
         if draws_numbers(left):
-            # Each call of a program has a seed of its own, so other numbers than the capture.
+            # Each call of a program has its own seed, and so other random numbers than the capture.
             counted = None if isinstance(left, Program) else _counted(step)
             if counted is None:
                 return
             reference = Reference.of(partial(undropped, step, partial(run_flat, counted)))
         try:
             numbers = undropped(step, partial(run_flat, left), reference.precision)
-        except Exception as error:  # whatever an operator says to wrong operands
+        except Exception as error:  # an operator may raise anything for wrong operands
             rows.append(reference.failed(name, "model", error))
         else:
             rows.append(reference.compare(name, "model", numbers))
@@ -315,7 +315,7 @@ def _counted(step: Step) -> Captured | None:
     captured = step.capture()
     try:
         draw_by_counter(captured, stored=False)
-    except UnsupportedError:  # a dropout inside of fused attention, which takes more than one pass
+    except UnsupportedError:  # a dropout inside of fused attention, which needs several passes
         return None
     return captured
 
@@ -342,9 +342,9 @@ def run_flat(graph: Captured | Program, tensors: Tensors) -> ReferenceResult:
 def _after_sharding(step: Step, options: CompileOptions, run: PassRunner) -> Iterator[Comparison]:
     captured = run.once(Pass.EXPORT, capture, step.model, step.args, step.kwargs)
     program = to_program(captured, options, run)
-    # As sharding has it: each block then returns what the sharded one does.
+    # As in sharding, so that each block has the same outputs as the sharded one.
     routed = route_outputs(program).program
-    # Real inputs of each block, which the reference run leaves behind.
+    # Real inputs of each block, recorded in the reference run.
     call_inputs: list[list[Any]] = []
 
     def run_reference(tensors: Tensors) -> ReferenceResult:
@@ -359,7 +359,7 @@ def _after_sharding(step: Step, options: CompileOptions, run: PassRunner) -> Ite
         yield true.failed(error.pass_name, "model", error)
         if error.pass_name != Pass.CHECK:
             return
-        run.forget_from(Pass.SHARD)  # with the operators that run replicated for the error
+        run.forget_from(Pass.SHARD)  # also forgets operators replicated because of the error
         compiled = Compilation(program, options, checked=False, run=run).finish(options)
 
     def rows(variants: Mapping[str, CompiledProgram]) -> Iterator[Comparison]:
@@ -376,7 +376,7 @@ def _after_sharding(step: Step, options: CompileOptions, run: PassRunner) -> Ite
     compared = list(rows(variants_by_pass(compiled)))
     bad = {row.stage for row in compared if not row.ok}
     if Pass.PARTITION in bad and Pass.SHARD not in bad:
-        # A pass between the two may be to blame; to compare those takes as long again.
+        # A pass between the two may be to blame; comparing these takes as long again.
         compared = list(rows(variants_by_pass(compiled, joint=True)))
     yield from compared
 
@@ -392,7 +392,7 @@ def _simulated(stage: str, compiled: CompiledProgram, step: Step, true: Referenc
             torch.tensor(_SEED, device="cpu"),
             mode=true.precision.entered,
         )
-    except Exception as error:  # whatever wrong code raises
+    except Exception as error:  # wrong code may raise anything
         return true.failed(stage, "model", error)
     grads = {name: result.grads.get(name) for name in tensors.params}
     grads |= {f"input {index}": grad for index, grad in enumerate(result.input_grads)}

@@ -50,7 +50,7 @@ def test_sizes_are_those_of_any_tensor(logits: DTensor) -> None:
 
 
 def test_a_part_is_not_saved_as_if_it_were_all(logits: DTensor) -> None:
-    with pytest.raises(UnsupportedError, match=r"this rank's part only. Save output.full_tensor"):
+    with pytest.raises(UnsupportedError, match=r"only this rank's part. Save output.full_tensor"):
         torch.save({"logits": logits}, io.BytesIO())
 
 

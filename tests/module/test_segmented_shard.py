@@ -207,7 +207,7 @@ def test_elementwise_optimizers_send_nothing(ranks: DeviceMesh, where: Placement
 @_cases([(2, S(0, (8, 2, 2)))])
 def test_what_needs_a_range_of_rows_raises(ranks: DeviceMesh, where: Placement) -> None:
     stored = _stored(_random(6), where, ranks)
-    with pytest.raises(UnsupportedError, match=r"no range of rows.*state_dict\(\)"):
+    with pytest.raises(UnsupportedError, match=r"no contiguous rows.*state_dict\(\)"):
         stored.__create_write_items__("weight", stored)
 
 

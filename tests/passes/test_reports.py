@@ -74,7 +74,7 @@ def test_what_was_left_is_said_for_who_reads_no_graph() -> None:
     assert all("(test_reports.py:" in line or "first at test_reports" in line for line in left)
     assert (
         lines[-1]
-        == "What a pass left as it is runs, and is right; it may take more time or memory."
+        == "Parts that a pass left as they are run correctly, but may take more time or memory."
     )
     reasons = {tensor.op: tensor.reason for block in found.blocks for tensor in block.kept}
     assert reasons["convolution"] == "result of a convolution"

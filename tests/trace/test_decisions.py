@@ -257,7 +257,7 @@ def test_a_symbol_in_text_is_said_with_its_line(make: Callable[[Any], str]) -> N
         make(model.linear(x).mean().item())
         return 2.0
 
-    with pytest.warns(UserWarning, match=r"once, at the capture.*test_decisions.py:\d+ make"):
+    with pytest.warns(UserWarning, match=r"once, in the capture.*test_decisions.py:\d+ make"):
         _captured(body)
 
 
@@ -303,7 +303,7 @@ def _written(model: Any, x: Tensor, mask: Tensor) -> float:
         (lambda m, x, mask: 2.0 if m.linear.bias.norm() > 0 else 1.0, "parameter 'linear.bias'"),
         (_written, "parameter 'linear.weight'"),
         (lambda m, x, mask: 2.0 if torch.rand(()) > 0.5 else 1.0, "random numbers"),
-        (_cast, "a computation under an autocast of its own"),
+        (_cast, "a computation under the model's own autocast"),
         (lambda m, x, mask: len(torch.unique(m.linear(x))), "a branch, loop or size"),
     ],
 )

@@ -182,7 +182,7 @@ def test_a_derivative_in_forward_is_refused_with_its_line(
         def forward(self, x: Tensor) -> Tensor:
             return (x * derivative(x)).sum()
 
-    said = r"by torch\.func .*test_environment\.py:\d+ lambda x: torch\.func.*; write .* out"
+    said = r"with torch\.func .*test_environment\.py:\d+ lambda x: torch\.func.*; write .* by hand"
     with pytest.raises(UnsupportedError, match=said):
         capture(Model(), (torch.randn(2),))
     # Torch's own error of jvp would leave this refused.
@@ -219,7 +219,7 @@ def test_a_dim_that_vmap_puts_elsewhere_is_refused_by_name() -> None:
             result: Tensor = torch.vmap(lambda row: row @ x, out_dims=1)(x)
             return result
 
-    with pytest.raises(CaptureError, match=r"out_dims of torch\.vmap.*\n.* by movedim"):
+    with pytest.raises(CaptureError, match=r"out_dims of torch\.vmap.*\n.* with movedim"):
         capture(Model(), (torch.randn(3, 3),))
 
 

@@ -44,8 +44,11 @@ READS: dict[str, Callable[[Tensor], Tensor]] = {
     "in place": _written,
 }
 REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
-    "in front of a slice": (lambda x: x[2:].as_strided((2, 4), (8, 1), 0), "not of its operand"),
-    "between two slices": (lambda x: x[:, 1:].as_strided((6, 8), (8, 1)), "not of its operand"),
+    "in front of a slice": (
+        lambda x: x[2:].as_strided((2, 4), (8, 1), 0),
+        "outside of its operand",
+    ),
+    "between two slices": (lambda x: x[:, 1:].as_strided((6, 8), (8, 1)), "outside of its operand"),
     "twice": (
         lambda x: torch.as_strided_scatter(x, x[0, 0, :3].expand(2, 3), (2, 3), (1, 1)),
         "writes an element twice",

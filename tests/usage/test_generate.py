@@ -45,7 +45,7 @@ def test_a_loop_over_forward_runs() -> None:
 def test_what_cannot_generate_says_so() -> None:
     with pytest.raises(UnsupportedError, match="Linear has no generate"):
         compiled(lambda: nn.Linear(2, 2)).generate()
-    with pytest.raises(UnsupportedError, match="encoder alone"):
+    with pytest.raises(UnsupportedError, match="encoder separately"):
         sp_compiler.compile(zoo.build("t5"), tp=1).generate(zoo.inputs("t5")["input_ids"])
 
 

@@ -273,7 +273,7 @@ def test_a_call_with_other_parameters_is_refused(caplog: pytest.LogCaptureFixtur
         (whole, net().state_dict()),
     ):
         with pytest.raises(
-            UnsupportedError, match=r"in place of parameter 'blocks.*load_state_dict"
+            UnsupportedError, match=r"substituted for parameter 'blocks.*load_state_dict"
         ):
             _stateless(module, parameters)
         assert num_compiled(module) == 1

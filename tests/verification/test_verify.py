@@ -391,7 +391,7 @@ def test_a_model_whose_loss_is_nan_is_not_called_right() -> None:
     """NaN on both sides is equal, and so were all gradients of such a loss."""
     x = torch.ones(2, 4)
     x[0, 0] = torch.nan  # outputs of the other row are numbers
-    with pytest.raises(ArgumentError, match=r"_Loss has no gradient with a finite number.*nothing"):
+    with pytest.raises(ArgumentError, match=r"_Loss has no gradient with a finite value.*nothing"):
         verify(_Loss(), ((x,), {}))
 
 

@@ -1,1 +1,1 @@
-"""What PyTorch's DTensor lacks for an ordinary training loop."""
+"""Features that PyTorch's DTensor lacks for an ordinary training loop."""

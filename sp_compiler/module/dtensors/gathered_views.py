@@ -1,11 +1,10 @@
 """Views of a sharded dim of a DTensor that can be written to.
 
-``weight[0]``, ``weight[:3]`` and ``weight.diagonal()`` of a weight whose rows are sharded are no
-views: DTensor gathers the rows and takes them from the copy, and what is written into it, as in
-``weight[0].zero_()``, is lost without a word. Here such a copy knows what it was taken of. Written
-to, it does on every rank what one device does: the operation runs on that view of the full tensor,
-and every rank keeps its part. Read after an operation changed the tensor, it is gathered
-anew.
+``weight[0]``, ``weight[:3]`` and ``weight.diagonal()`` of a weight whose rows are sharded are not
+views: DTensor gathers the rows and takes them from the copy, and a write into it, as in
+``weight[0].zero_()``, is silently lost. Here such a copy knows its source. A write has the same
+effect as on one device: every rank runs the operation on that view of the full tensor, and keeps
+its part. If it is read after the tensor has changed, it is gathered again.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.ir.fx import written_arguments
 
-# The views for which DTensor gathers, or that it raises an error for.
+# View operations for which DTensor gathers or raises an error.
 _GATHERING = tuple(
     getattr(torch.ops.aten, name)
     for name in (
@@ -36,8 +35,8 @@ _GATHERING = tuple(
         "detach",
     )
 )
-# Of these writes DTensor makes wrong ones, writing into each rank's part as if it was all there is,
-# or an error, as for ``weight[rows] = 0``.
+# DTensor runs these writes wrongly, on each rank's part as if it were the full tensor, or raises an
+# error, as for ``weight[rows] = 0``.
 _WRITTEN_WHOLE = tuple(
     getattr(torch.ops.aten, name)
     for name in (
@@ -50,7 +49,7 @@ _View = Callable[[Tensor], Tensor]
 
 
 def handle(operations: Iterable[Any], handler: Callable[..., Any]) -> None:
-    """Have DTensor call ``handler(operation, args, kwargs)`` for ``operations``, for the
+    """Make DTensor call ``handler(operation, args, kwargs)`` for ``operations``, for the
     process."""
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers.update(dict.fromkeys(operations, handler))
@@ -63,12 +62,12 @@ def overloads_of(packets: Iterable[Any]) -> list[Any]:
 
 @functools.cache
 def write_through_views() -> None:
-    """Make writes into views of DTensors reach the ranks that have the elements, for the
+    """Make writes into views of DTensors reach the ranks that hold the elements, for the
     process."""
     handle(overloads_of(_GATHERING), _take_view)
     handle(overloads_of(_WRITTEN_WHOLE), write_whole)
     handle(overloads_of([torch.ops.aten.squeeze_]), _squeeze)
-    # ``weight[0] = 1.0``, which has no rule. Other fills have one.
+    # ``weight[0] = 1.0``, which has no rule; other fills have one.
     handle([torch.ops.aten.fill_.Tensor], write_whole)
     if TorchVersion(torch.__version__) < "2.12":
         _dispatch_to_views()
@@ -81,7 +80,7 @@ class GatheredView(DTensor):
     _view: _View
     _seen: int | None
 
-    # A property, for redistribute() and to_local() read this attribute, not through an operation.
+    # A property, since redistribute() and to_local() read this attribute without an operation.
     @property
     def _local_tensor(self) -> Tensor:
         if self._seen != _state(self._source):
@@ -108,7 +107,7 @@ class GatheredView(DTensor):
 
 
 class _ViewOperations(TorchDispatchMode):
-    """Operations of gathered views as of any tensor with a ``__torch_dispatch__``."""
+    """Mode that dispatches operations on gathered views to their ``__torch_dispatch__``."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -119,8 +118,8 @@ class _ViewOperations(TorchDispatchMode):
 
 
 def _dispatch_to_views() -> None:
-    """Do on torch 2.11, which calls ``__torch_dispatch__`` of no class of DTensors, as later
-    versions do."""
+    """Make torch 2.11, which does not call ``__torch_dispatch__`` of subclasses of DTensor, do so
+    like later versions."""
 
     def torch_function(
         cls: type, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -129,7 +128,7 @@ def _dispatch_to_views() -> None:
             return func(*args, **(kwargs or {}))
 
     def in_mode(method: Callable[..., Any]) -> Callable[..., Any]:
-        # ``weight[2, 3] = 1`` takes a view of a view and writes to it in one call, of no view.
+        # ``weight[2, 3] = 1`` takes a view of a view and writes to it, in one call on a DTensor.
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
             with _ViewOperations():
@@ -160,18 +159,16 @@ def write_whole(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     """
     if torch.Tag.inplace_view in operation.tags:
         raise UnsupportedError(
-            f"{operation} of a view of a dim that is sharded: use the operation that returns a view"
+            f"{operation} of a view of a sharded dim: use the operation that returns a view"
         )
     roots = {id(root): root for root in map(_root, _written(operation, args, kwargs))}
     if len({id(_owner(root)) for root in roots.values()}) < len(roots):
         raise UnsupportedError(
             f"{operation} writes into two views of the same tensor, one of which DTensor gathers; "
-            "write into one after the other"
+            "write into them one after the other"
         )
     if any(placement.is_partial() for root in roots.values() for placement in root.placements):
-        raise UnsupportedError(
-            f"{operation} of a DTensor whose sums are pending: redistribute it before"
-        )
+        raise UnsupportedError(f"{operation} of a DTensor with pending sums: redistribute it first")
     full_tensors: dict[int, Tensor] = {}
 
     def full(x: Any) -> Any:
@@ -195,8 +192,8 @@ def _written(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def settle_sums(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Reduce in place what ``operation`` writes into if its sums are pending; whether there is
-    some."""
+    """Reduce pending sums into which ``operation`` writes, in place; return whether there were
+    any."""
     pending = [
         x for x in _written(operation, args, kwargs) if any(p.is_partial() for p in x.placements)
     ]
@@ -216,8 +213,8 @@ def _keep_part(x: DTensor, full: Tensor) -> None:
 def run_past_handlers(
     operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Any, Any]:
-    """Run ``operation`` on DTensors as DTensor does where it has no handler of its own; return its
-    result and how its arguments and the result are placed."""
+    """Run ``operation`` as DTensor does without a custom handler; return its result and the
+    sharding of its arguments and result."""
     dispatcher = DTensor._op_dispatcher
     call = dispatcher.unwrap_to_op_info(operation, tuple(args), dict(kwargs))
     dispatcher.sharding_propagator.propagate(call)
@@ -228,8 +225,8 @@ def run_past_handlers(
 
 
 def by_rule_or_whole(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run ``operation`` as DTensor does, or on full tensors where torch has no rule for it: 2.11
-    has none for losses with logits and ``nansum``."""
+    """Run ``operation`` as DTensor does, or on full tensors if torch has no rule for it: 2.11 has
+    none for losses with logits and ``nansum``."""
     try:
         return run_past_handlers(operation, args, kwargs)[0]
     except NotImplementedError:
@@ -240,7 +237,7 @@ def by_rule_or_whole(operation: Any, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def _take_view(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run ``operation`` as DTensor does, and return a result that stands for the view if it is a
+    """Run ``operation`` as DTensor does, and return a :class:`GatheredView` if the result is a
     copy."""
     if operation is torch.ops.aten.as_strided.default and _is_whole(*args):
         return torch.ops.aten.alias.default(args[0])
@@ -250,13 +247,13 @@ def _take_view(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     except (KeyError, NotImplementedError, RuntimeError):
         if torch.compiler.is_compiling() or not has_groups(args[0].device_mesh):
             raise
-        # Of a dim that it cannot cut, or without a rule; a KeyError where it flattens segments that
-        # are not in the first dim.
+        # DTensor cannot split the dim or has no rule; a KeyError if it flattens segments that are
+        # not in the first dim.
         return _standing_for(_view_of_full(operation, args, kwargs), operation, args, kwargs)
-    if type(args[0]) is DTensor:  # which torch checks: outputs of modules are of a class of ours
+    if type(args[0]) is DTensor:  # torch checks the class; outputs of modules have our own
         result = return_and_correct_aliasing(operation, args, kwargs, result)
     needed = sharding.redistribute_schema
-    # A traced graph has no place for a class of ours; what it writes in place it writes as torch.
+    # A traced graph cannot contain our class; its in-place writes are torch's.
     gathers = needed is not None and needed.args_spec[0].placements != args[0].placements
     if not gathers or torch.compiler.is_compiling():
         return result
@@ -265,31 +262,32 @@ def _take_view(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 @contextlib.contextmanager
 def _in_mode_of(x: DTensor) -> Iterator[None]:
-    """Leave inference mode for views of ``x`` if that is no tensor of it: they are none either."""
+    """Leave inference mode for views of ``x`` if it is not an inference tensor, as they are not
+    either."""
     if not torch.is_inference_mode_enabled() or x.is_inference():
         yield
         return
-    # To leave it turns autograd on, beneath which operations have come here. The part of a rank may
-    # require a gradient, as that of DTensor.from_local does, and its views must not know of it.
+    # Leaving it would enable autograd, but this runs below autograd. A local tensor may require a
+    # gradient, as in DTensor.from_local, which must not be recorded for its views.
     with torch.inference_mode(False), torch._C._AutoDispatchBelowAutograd():
         yield
 
 
 def _squeeze(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run ``operation`` in place, and give the DTensor its new shape, which it has not otherwise
-    where its placements remain."""
+    """Run ``operation`` in place, and set the new shape of the DTensor, which torch does not do if
+    its placements stay the same."""
     _, sharding = run_past_handlers(operation, args, kwargs)
     args[0]._spec = sharding.output_spec
     return return_and_correct_aliasing(operation, args, kwargs, args[0])
 
 
 def _is_whole(x: DTensor, sizes: Sequence[int], strides: Sequence[int], offset: Any = None) -> bool:
-    """Whether these are the sizes and strides of ``x``."""
+    """Return whether these are the sizes and strides of ``x``."""
     return x.shape == tuple(sizes) and x.stride() == tuple(strides) and not offset
 
 
 def _view_of_full(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return what ``operation`` takes of the full tensor of ``args[0]``, replicated."""
+    """Return the result of ``operation`` on the full tensor of ``args[0]``, replicated."""
     source, *others = args
     replicate = functools.partial(replicated, mesh=source.device_mesh)
     return pytree.tree_map_only(Tensor, replicate, operation(full_value(source), *others, **kwargs))
@@ -303,8 +301,8 @@ def replicated(value: Tensor, mesh: DeviceMesh) -> DTensor:
 def _standing_for(
     result: Any, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Return ``result``, one or several gathered DTensors, as what ``operation`` takes of
-    ``args[0]``."""
+    """Return ``result``, one or several gathered DTensors, as :class:`GatheredView` of
+    ``args[0]`` by ``operation``."""
     source, *others = args
 
     def standing_for(value: DTensor, view: _View) -> GatheredView:
@@ -332,8 +330,8 @@ def _plain(x: Any) -> Any:
 
 
 def has_groups(mesh: DeviceMesh) -> bool:
-    """Return whether the ranks of ``mesh`` can talk: those on which a placement is checked before
-    anything runs, with tensors on the meta device, cannot."""
+    """Return whether the ranks of ``mesh`` can communicate: a mesh on which placements are only
+    checked, with tensors on the meta device, has no process groups."""
     try:
         mesh.get_group(0)
     except RuntimeError:
@@ -342,15 +340,15 @@ def has_groups(mesh: DeviceMesh) -> bool:
 
 
 def full_value(x: Any) -> Any:
-    """Return the full tensor of a DTensor, which all ranks must ask for; anything else as it is."""
+    """Return the full tensor of a DTensor, a collective; anything else unchanged."""
     if not isinstance(x, DTensor):
         return x
-    # Detached, for torch 2.11 cannot gather what requires a gradient beneath autograd.
+    # Detached, since torch 2.11 cannot gather a tensor that requires a gradient below autograd.
     full = cast(DTensor, x.detach()).full_tensor()
     strides = x.stride()
     if full.stride() == strides or not all(strides):
         return full
-    # What is gathered along another dim than the first lies otherwise than the tensor that it is.
+    # A tensor gathered along another dim than the first has other strides than the original.
     return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=full.device).copy_(full)
 
 
@@ -367,7 +365,7 @@ def _owner(x: DTensor) -> Tensor:
 
 
 def _state(x: DTensor) -> int | None:
-    """What changes when an operation writes to ``x``, on every rank alike."""
+    """Return the version of ``x``, which changes with each write, on all ranks."""
     owner = _owner(x)
-    # Not that of the local tensor, which one rank may write to by itself: it would gather alone.
+    # Not that of the local tensor: if only one rank writes into its own, only that would gather.
     return None if owner.is_inference() else owner._version

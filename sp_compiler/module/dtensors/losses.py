@@ -1,13 +1,15 @@
-"""Means of losses of DTensors, which are those over the elements and labels of all ranks.
+"""Means of losses of DTensors over the elements and labels of all ranks.
 
-A mean of losses of elements (``F.mse_loss``, ``smooth_l1_loss``, ``huber_loss``,
+In PyTorch, the mean of an elementwise loss (``F.mse_loss``, ``smooth_l1_loss``, ``huber_loss``,
 ``soft_margin_loss``, ``binary_cross_entropy`` with and without logits) of a sharded tensor is the
-mean of the means of parts, of which some may be larger, and its gradient too large by the number of
-parts: torch divides by the number of this rank's elements. Here it divides by that of all.
+mean over the means of parts, which may have different sizes, and its gradient is too large by the
+number of parts: torch divides by the number of this rank's elements. Here it is divided by the
+number of all elements.
 
-``F.cross_entropy`` and ``F.nll_loss`` of sharded rows are the mean of the means of the ranks, whose
-rows have different numbers of labels, or weights: with a rank without labels it is NaN. And they
-refuse parts of different sizes. Here the sum of all ranks is divided by the weight of all labels.
+``F.cross_entropy`` and ``F.nll_loss`` of sharded rows are the mean over the means of the ranks,
+although these may have different numbers of labels, or weights. If a rank has no labels, the result
+is NaN, and parts of different sizes are refused. Here the sum over all ranks is divided by the
+weight of all labels.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from sp_compiler.module.dtensors.gathered_views import (
     run_past_handlers,
 )
 
-# Without sharding rules of their own: DTensor places them by what they decompose into.
+# They have no sharding rules: DTensor derives placements from their decompositions.
 _LOSSES_OF_ELEMENTS = tuple(
     getattr(torch.ops.aten, name + direction).default
     for name in (
@@ -42,23 +44,23 @@ _LOSSES_OF_ROWS = (
     torch.ops.aten.nll_loss_forward.default,
     torch.ops.aten.nll_loss2d_forward.default,
 )
-_MEAN, _SUM = 1, 2  # of ATen's enum Reduction
+_MEAN, _SUM = 1, 2  # values of ATen's enum Reduction
 
 
 @functools.cache
 def divide_by_all_elements() -> None:
-    """Make means of losses, and their gradients, those over all ranks, for the process."""
+    """Compute means of elementwise losses, and their gradients, over all ranks, in this process."""
     handle(_LOSSES_OF_ELEMENTS, _mean_over_all)
 
 
 @functools.cache
 def divide_by_all_labels() -> None:
-    """Make means of losses of rows those over all ranks, for the process."""
+    """Compute means of losses of rows over all ranks, in this process."""
     handle(_LOSSES_OF_ROWS, _mean_over_labels)
 
 
 def _mean_over_all(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run a loss, or its gradient: of a mean as that of the sum, divided by the elements."""
+    """Run a loss, or its gradient; a mean as the sum, divided by the number of elements."""
     given = named_arguments(operation, args, kwargs)
     is_mean = given["reduction"] == _MEAN
     given["reduction"] = _SUM if is_mean else given["reduction"]
@@ -69,12 +71,12 @@ def _mean_over_all(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def _mean_over_labels(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run a loss of rows: a mean as the sum, divided by the weight of the labels."""
+    """Run a loss of rows; a mean as the sum, divided by the weight of the labels."""
     given = named_arguments(operation, args, kwargs)
     if given["reduction"] != _MEAN:
         return run_past_handlers(operation, args, kwargs)[0]
     dtype, mesh = given["self"].dtype, given["self"].device_mesh
-    # In 16 bits a sum of many rows would overflow.
+    # In 16 bits, a sum of many rows would overflow.
     wide = torch.promote_types(dtype, torch.float32)
     for name in ("self", "weight"):
         given[name] = None if given[name] is None else given[name].to(wide)

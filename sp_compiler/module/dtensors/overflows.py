@@ -1,9 +1,9 @@
-"""``torch.amp.GradScaler`` on DTensors: whether a gradient is infinite, asked on all ranks.
+"""``torch.amp.GradScaler`` on DTensors: whether a gradient on any rank is infinite.
 
-It checks all gradients of one dtype in one operation, and each rank those parts that it has.
-DTensor reduces the result over the axes of the *first* gradient alone. If that one is replicated
-and others are sharded, or they are sharded over more axes, some ranks skip a step that others take,
-and the parameters silently diverge. Here all axes count over which any of them is sharded.
+It checks all gradients of one dtype in one operation, on each rank its own parts. DTensor reduces
+the result only over the axes of the *first* gradient. If that one is replicated and others are
+sharded, or they are sharded over more axes, some ranks skip a step that others take, and the
+parameters silently diverge. Here the result is reduced over all axes that shard any gradient.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OPERATION = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 @functools.cache
 def find_overflows_of_all_ranks() -> None:
-    """Make all ranks skip a step where one of them would, for the process."""
+    """Make all ranks skip a step if one of them would, for the process."""
     handle([_OPERATION], _unscale)
 
 
@@ -36,7 +36,7 @@ def _unscale(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     parts = [grad._local_tensor if isinstance(grad, DTensor) else grad for grad in grads]
     operation(parts, found, inverse_scale, **kwargs)
     groups = {axis: group for grad in grads for axis, group in sharded_over(grad).items()}
-    # Gradients that FSDP offloads are on another device than the one that communicates.
+    # Gradients that FSDP offloads are not on the device that communicates.
     largest = found.to(communication_device(grads))
     for group in groups.values():
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=watched(group))

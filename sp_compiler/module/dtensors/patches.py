@@ -1,44 +1,44 @@
 """Patches of PyTorch's DTensor for an ordinary training loop.
 
-A fused optimizer step is one kernel over lists of parameters, gradients and moments, element by
-element. DTensor derives the placement of each of them anew at every step, which takes longer than
-the step of a small model, and refuses lists of several meshes. Where a parameter's gradient and
-moments are placed as it is, the step of its local parts is the step of the parameter.
+A fused optimizer step is one elementwise kernel over lists of parameters, gradients and moments.
+DTensor derives the placement of each of them at every step, which takes longer than the step of a
+small model, and refuses lists with several meshes. Here the kernel runs on the local parts, which
+is the same if a parameter's gradient and moments have its placement.
 
 ``cumsum``, ``cumprod`` and ``logcumsumexp`` over a sharded dim that is counted from the end, as in
-``probabilities.cumsum(-1)``, scan each rank's part alone: torch compares the dim with that of the
+``probabilities.cumsum(-1)``, scan only each rank's part: torch compares the dim with that of the
 placement, which is counted from the front.
 
-The gradients of ``select`` and ``narrow`` (of ``diff`` and ``trapezoid``, too) along a dim that is
-counted from the end are placed as if that dim were another one: they are those of other elements,
-or errors on some of the ranks.
+The gradients of ``select`` and ``narrow`` (also in ``diff`` and ``trapezoid``) along a dim that is
+counted from the end are placed as if on another dim: they belong to other elements, or some ranks
+raise errors.
 
-A convolution along a sharded dim of an image or sequence convolves the part of this rank alone, and
-its result is as small as that of the part; the gradient of ``adaptive_avg_pool2d`` of an image
-without a batch is wrong. Here the dim is gathered.
+A convolution along a sharded dim of an image or sequence convolves only this rank's part, and its
+result has the size of the part's; the gradient of ``adaptive_avg_pool2d`` of an image without a
+batch is wrong. Here the dim is gathered.
 
-``sum(dim=(), keepdim=True)``, a sum over all dims, sums each rank's part alone, and so do
-``mean(())`` and others. With it, autograd counts the elements that share the maximum of
-``weight.amax()`` or ``weight.norm(math.inf)``, and divides by their number, which torch 2.11 does
-part by part.
+``sum(dim=(), keepdim=True)``, a sum over all dims, sums only each rank's part, and so do
+``mean(())`` and others. Autograd uses it to count the elements that share the maximum of
+``weight.amax()`` or ``weight.norm(math.inf)``, by whose number it divides; on torch 2.11 each part
+counts only its own.
 
 ``weight.norm(dim=1).sum()`` along a sharded dim adds up the norms of each rank's part, and takes
 the norm of these sums; ``mask.any(1).to(dtype)`` counts the ranks that have one. Here pending norms
-are put together before they are summed, and ``any`` at once.
+are reduced before they are summed, and ``any`` is reduced immediately.
 
-``fill_`` of a sum that is pending, as in the ones of ``F.cosine_embedding_loss``, fills the summand
-of every rank, and the sum is as many times too large as there are ranks.
+``fill_`` of a pending sum, as in the ones of ``F.cosine_embedding_loss``, fills the summand of
+every rank, so that the sum is too large by the number of ranks.
 
 ``weight.normal_()`` of a sharded weight draws the part of each rank from that rank's own generator:
 with equal seeds, on a CPU, all parts are equal. Here the full tensor is drawn, as without sharding,
 and every rank keeps its part.
 
-``if mask.any()`` and ``weight.sum().item()`` read the summand of this rank where the result is not
-summed over the ranks yet. ``torch.allclose`` it has not.
+``if mask.any()`` and ``weight.sum().item()`` read the summand of this rank if the sum over the
+ranks is pending. ``torch.allclose`` is missing.
 
-``torch.nn.utils.clip_grad_norm_`` returns a DTensor, and ``f"{norm:.3f}"`` of one is a TypeError.
+``torch.nn.utils.clip_grad_norm_`` returns a DTensor, for which ``f"{norm:.3f}"`` is a TypeError.
 
-``torch.save`` writes the part of one rank without a word.
+``torch.save`` silently writes the part of one rank.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _FUSED_STEPS = tuple(
     for packet in (
         getattr(torch.ops.aten, f"_fused_{name}_") for name in ("adam", "adamw", "sgd", "adagrad")
     )
-    for overload in ("default", "tensor_lr")  # the learning rate: a number, or a tensor
+    for overload in ("default", "tensor_lr")  # the learning rate is a number or a tensor
     if overload in packet.overloads()
 )
 _SCANS = [getattr(torch.ops.aten, n).default for n in ("cumsum", "cumprod", "logcumsumexp")]
@@ -99,7 +99,7 @@ _GRADIENTS_OF_PARTS = (
     torch.ops.aten.slice_backward.default,
 )
 _ANY = overloads_of([torch.ops.aten.any])
-# Those of which torch takes an empty list of dims for all of them.
+# Reductions for which an empty list of dims means all dims.
 _OVER_ALL_DIMS = tuple(
     getattr(getattr(torch.ops.aten, name), overload)
     for name, overload in (
@@ -137,14 +137,14 @@ def step_local_parts() -> None:
 
 @functools.cache
 def draw_whole_tensors() -> None:
-    """Make operations that fill a DTensor with random numbers draw all of it, for the process."""
+    """Make operations that fill a DTensor with random numbers draw the full tensor."""
     handle(overloads_of(_DRAWN), _draw_whole)
 
 
 @functools.cache
 def read_true_numbers() -> None:
-    """Make ``bool``, ``int``, ``float`` and ``item()`` of a DTensor sum it up first, and
-    ``torch.allclose`` read it, for the process."""
+    """Make ``bool``, ``int``, ``float``, ``item()`` and ``torch.allclose`` of a DTensor read the
+    full tensor, for the process."""
     handle(
         [torch.ops.aten._local_scalar_dense.default, torch.ops.aten.allclose.default], _read_number
     )
@@ -152,13 +152,13 @@ def read_true_numbers() -> None:
 
 @functools.cache
 def count_dims_from_front() -> None:
-    """Make gradients of parts along a dim know it however it is counted, for the process."""
+    """Count the dim from the front in gradients of ``select`` and ``slice``, for the process."""
     handle(_GRADIENTS_OF_PARTS, _place_part)
 
 
 @functools.cache
 def convolve_whole_dims() -> None:
-    """Make convolutions and pooling gather the dims that they run along, for the process."""
+    """Make convolutions and pooling gather the dims along which they run, for the process."""
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     for operation in _CONVOLUTIONS:
         handlers[operation] = functools.partial(_convolve, handlers[operation])
@@ -167,23 +167,23 @@ def convolve_whole_dims() -> None:
 
 @functools.cache
 def reduce_all_dims() -> None:
-    """Make sums, means and others over an empty list of dims those over all of them, of pending
-    norms those of the norms, and ``any`` a boolean, for the process."""
+    """Make reductions over an empty list of dims reduce all dims, reduce pending norms before they
+    are reduced further, and ``any`` immediately, for the process."""
     handle(_OVER_ALL_DIMS, _reduce)
     handle(_ANY, _reduce_now)
 
 
 @functools.cache
 def fill_pending_sums() -> None:
-    """Make ``fill_`` of a DTensor whose sums are pending fill the sum, for the process."""
+    """Make ``fill_`` of a DTensor with pending sums fill the sum, for the process."""
     handle([torch.ops.aten.fill_.Scalar], _fill)
 
 
 @functools.cache
 def divide_by_whole_sums() -> None:
-    """Make a division by a sum reduce that first, for the process.
+    """Make a division by a pending sum reduce the sum first, for the process.
 
-    Torch 2.11 takes a quotient of a replicated number and a pending sum for a pending sum.
+    Torch 2.11 treats the quotient of a replicated number and a pending sum as a pending sum.
     """
     if TorchVersion(torch.__version__) < "2.12":
         for operation in (torch.ops.aten.div.Tensor, torch.ops.aten.div_.Tensor):
@@ -194,11 +194,11 @@ def divide_by_whole_sums() -> None:
 @functools.cache
 def format_as_numbers() -> None:
     """Make a 0-dim DTensor format as a number, like a plain tensor."""
-    # torch internals: DTensor inherits Tensor.__format__, which formats plain tensors alone.
+    # torch internals: DTensor inherits Tensor.__format__, which formats only plain tensors.
     as_before = DTensor.__format__
 
     def format_number(self: DTensor, spec: str) -> str:
-        # Without a spec it stays as it prints: only what was an error means something else now.
+        # Without a spec it prints as before: only calls that raised an error change.
         if spec and self.dim() == 0 and not self.is_meta:
             return format(self.item(), spec)
         return as_before(self, spec)
@@ -208,7 +208,7 @@ def format_as_numbers() -> None:
 
 @functools.cache
 def scan_whole_dims() -> None:
-    """Make scans gather the dim that they run along, however it is counted, for the process."""
+    """Make scans gather the dim along which they run, however it is counted, for the process."""
 
     @register_sharding(_SCANS)
     def _scan(x: Any, dim: int, **_: Any) -> list[tuple[list[Any], list[Any]]]:
@@ -225,15 +225,15 @@ def _convolve(
 
 
 def _pool(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    # The batch may be missing, where DTensor takes the first two dims for batch and channels.
+    # The batch may be missing, but DTensor assumes that the first two dims are batch and channels.
     whole = [_whole_from(x, x.ndim - 2) if isinstance(x, DTensor) else x for x in args]
     result, _ = run_past_handlers(operation, whole, kwargs)
     return result
 
 
 def _whole_from(x: DTensor, dim: int) -> DTensor:
-    """Return ``x`` with ``dim`` and all behind it whole on every rank."""
-    # Strided shards have a dim too, and are no Shard.
+    """Return ``x`` with ``dim`` and all later dims unsharded."""
+    # Strided shards have a dim too, but are not instances of Shard.
     places = [Replicate() if getattr(p, "dim", -1) >= dim else p for p in x.placements]
     if places == list(x.placements):
         return x
@@ -251,10 +251,10 @@ def _step_local_parts(
         [_part_for_step(name, x, like) for x, like in zip(tensors, args[0], strict=bool(tensors))]
         for name, tensors in zip(names, args, strict=False)
     ]
-    # Learning rate, scale of gradients and whether one is infinite: a number on every rank.
+    # Learning rate, scale of gradients, and whether one is infinite: the same on every rank.
     numbers = {name: full_value(value) for name, value in kwargs.items()}
     operation(*lists, **numbers)
-    # Operations on local parts do not count as changes of the DTensors, of which views may exist.
+    # Writes into local parts do not increment the version of DTensors, of which views may exist.
     torch.autograd.graph.increment_version(args[0])
 
 
@@ -263,7 +263,7 @@ def _part_for_step(name: str, x: Tensor, parameter: Tensor) -> Tensor:
     of ``parameter``.
 
     Raises:
-        UnsupportedError: ``x`` is placed otherwise, and must be written in place.
+        UnsupportedError: ``x`` has another placement and must be written in place.
     """
     if name == "state_steps":
         return cast("Tensor", full_value(x))
@@ -274,13 +274,13 @@ def _part_for_step(name: str, x: Tensor, parameter: Tensor) -> Tensor:
         if same_mesh and x.placements == parameter.placements:
             return x.to_local()
         if same_mesh and name == "grads":
-            # Whoever made it, such as a hook: the step reads it, and it is freed with the step.
+            # It may come from a hook, for example. The step only reads it, and then it is freed.
             return x.redistribute(placements=parameter.placements).to_local()
     raise UnsupportedError(
         f"fused optimizer step: {name!r} of a parameter of shape {tuple(parameter.shape)} is "
-        f"{_where(x)}, the parameter {_where(parameter)}; expected the same. State of an earlier "
-        "run goes in with optimizer.load_state_dict, which places it like its parameter; "
-        "fused=False steps on any placement"
+        f"{_where(x)}, the parameter {_where(parameter)}; expected the same. Load state of an "
+        "earlier run with optimizer.load_state_dict, which places it like its parameter; "
+        "fused=False supports any placement"
     )
 
 
@@ -291,7 +291,7 @@ def _draw_whole(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     x = args[0]
     others = {name: full_value(value) for name, value in kwargs.items()}
     drawn = operation(*map(full_value, args), **others)
-    # Rank 0's on all ranks, whose generators may have other states.
+    # Rank 0's on all ranks, since their generators may have different states.
     return distribute_tensor(drawn, x.device_mesh).redistribute(placements=x.placements)
 
 
@@ -321,7 +321,7 @@ def _reduce_now(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def _without_pending(x: DTensor) -> DTensor:
-    """Return ``x`` with what is pending reduced."""
+    """Return ``x`` with pending reductions done."""
     places = [Replicate() if p.is_partial() else p for p in x.placements]
     return cast(DTensor, x.detach()).redistribute(placements=places)  # detached as in full_value
 
@@ -336,21 +336,21 @@ def _fill(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
 
 
 def _where(x: Tensor) -> str:
-    return f"placed {x.placements} on {x.device_mesh}" if isinstance(x, DTensor) else "no DTensor"
+    return f"placed {x.placements} on {x.device_mesh}" if isinstance(x, DTensor) else "a plain one"
 
 
 def refuse_to_pickle(value: DTensor) -> None:
     """Make pickling of a sharded ``value`` an error: a file of rank 0 would have only a part of
     it."""
     if any(not where.is_replicate() for where in value.placements):
-        # Of the object, not of its class: copies and what checkpoint libraries make of it are free.
+        # On the object, not on its class: copies, also by checkpoint libraries, can be pickled.
         value.__reduce_ex__ = _raise_partial  # type: ignore[method-assign]
 
 
 def _raise_partial(protocol: Any) -> NoReturn:
     raise UnsupportedError(
-        "a sharded DTensor cannot be pickled (torch.save): the file would have this rank's part "
-        "only. Unsharded weights: state = module.full_state_dict() on all ranks, then save it on "
-        "rank 0. Sharded checkpoints, optimizers too: torch.distributed.checkpoint.save on all "
-        "ranks"
+        "a sharded DTensor cannot be pickled (torch.save): the file would have only this rank's "
+        "part. Unsharded weights: state = module.full_state_dict() on all ranks, then save it on "
+        "rank 0. Sharded checkpoints, also of optimizers: torch.distributed.checkpoint.save on "
+        "all ranks"
     )

@@ -1,16 +1,17 @@
-"""Plain tensors beside DTensors in one operation.
+"""Plain tensors together with DTensors in one operation.
 
-DTensor refuses them. Here a plain tensor means, as for inputs of a compiled module and beside its
-outputs, the same full tensor on every rank, so that ``weight.mul_(mask)``, ``weight[3] = row``,
-``(weight - before).norm()`` and ``F.mse_loss(weight, before)`` do what they do on one device. A
-write runs on full tensors, of which every rank keeps its part; what is read is cut into the parts
-where it is needed. So are the zeros and ones that autograd makes in the backward of ``prod`` and
-others, of the size of the whole tensor too.
+DTensor refuses them. Here a plain tensor means the same full tensor on every rank, as for inputs of
+a compiled module and next to its outputs, so that ``weight.mul_(mask)``, ``weight[3] = row``,
+``(weight - before).norm()`` and ``F.mse_loss(weight, before)`` have the same results as on one
+device. A write runs on full tensors, of which every rank keeps its part; a plain tensor that is
+read is replicated, and sharded where needed. The same holds for the zeros and ones of the full size
+that autograd makes in the backward of ``prod`` and others.
 
-What would not be that of one device raises: a plain operand that wants a gradient, which would get
-a DTensor as its gradient, and tensors on axes whose ranks have data of their own.
+An error is raised where results would differ from those on one device: for a plain operand that
+requires a gradient, whose gradient would be a DTensor, and for tensors on axes whose ranks have
+different data.
 
-``weight.data = value`` changes a DTensor in nothing, without a word. Here it replaces the numbers.
+``weight.data = value`` silently does nothing to a DTensor. Here it replaces the values.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ _WHAT_TO_DO = (
     "gradients flow, or make the operand a DTensor: torch.distributed.tensor.distribute_tensor("
     "value, parameter.device_mesh, parameter.placements)"
 )
-# Writes that optimizers make by the thousand, and for which a handler, which is Python, would take
-# as long as the operation.
+# Writes of which optimizers make thousands, and for which a handler in Python would take as long as
+# the operation.
 _OFTEN = ("add_", "mul_", "lerp_", "addcmul_", "addcdiv_", "__iadd__", "__imul__")
-# It has no rule before torch 2.13, and beneath autograd nothing to do.
+# It has no rule before torch 2.13, and nothing to do below autograd.
 _MISSING: dict[Any, Any] = {torch.ops.aten.detach_.default: lambda operation, args, kwargs: args[0]}
 
 
 class _Dispatcher(OpDispatcher):
-    """DTensor's, whose handlers one thread can do without while others use them."""
+    """DTensor's dispatcher, whose handlers can be disabled for one thread."""
 
     @property
     def _custom_op_handlers(self) -> dict[Any, Any]:  # type: ignore[override]
@@ -62,8 +63,8 @@ class _Dispatcher(OpDispatcher):
     def _propagate_op_sharding_dispatch_slow_path(
         self, op_call: Any, args: Any, kwargs: Any, op_info: Any, try_cache: bool
     ) -> Any:
-        """Run an operation without a rule, or whose shapes depend on numbers, on full tensors, and
-        a write into pending sums on the sums."""
+        """Propagate, with two fallbacks: an operation without a rule, or with data-dependent
+        shapes, runs on full tensors; a write into pending sums runs after they are reduced."""
         propagate = super()._propagate_op_sharding_dispatch_slow_path
         try:
             return propagate(op_call, args, kwargs, op_info, try_cache)
@@ -73,7 +74,7 @@ class _Dispatcher(OpDispatcher):
             lacks_rule = isinstance(error, NotImplementedError)
             depends = isinstance(error.__cause__, DynamicOutputShapeException)
             changes = op_call._schema.is_mutable or op_call.is_view
-            # What ranks draw may differ, and would count as one tensor.
+            # Ranks may draw different numbers, which would be taken for one replicated tensor.
             draws = torch.Tag.nondeterministic_seeded in op_call.tags
             refused = changes or draws or torch.compiler.is_compiling()
             refused = refused or not has_groups(op_info.compute_mesh)
@@ -114,12 +115,12 @@ def take_plain_operands() -> None:
 
 
 def _past_handlers(method: str) -> Callable[..., Any]:
-    """Return ``DTensor.method``, which asks for no handler if all tensors are DTensors."""
+    """Return ``DTensor.method`` that skips handlers if all tensors are DTensors."""
     as_before = getattr(DTensor, method)
 
     @functools.wraps(as_before)
     def run(self: DTensor, *args: Any, **kwargs: Any) -> Any:
-        # A view that DTensor gathers is of another class, and written to by other operations.
+        # A gathered view is of another class, and is written to by other operations.
         tensors = [x for x in (self, *args, *kwargs.values()) if isinstance(x, Tensor)]
         if all(type(x) is DTensor for x in tensors):
             return _without_handler(as_before, self, *args, **kwargs)
@@ -129,8 +130,8 @@ def _past_handlers(method: str) -> Callable[..., Any]:
 
 
 def _kinds() -> tuple[list[Any], list[Any], list[Any]]:
-    """Return the operations that read several tensors, those that write into a tensor, or several,
-    what they make of others, and those that are made of other operations."""
+    """Return the operations that read several tensors, those that write results computed from other
+    tensors into one or several, and composite operations."""
     reads, writes, composites = [], [], []
     for name in torch._C._dispatch_get_all_op_names():
         namespace, _, name = name.partition("::")
@@ -142,10 +143,10 @@ def _kinds() -> tuple[list[Any], list[Any], list[Any]]:
             composites.append(operation)
         schema = operation._schema
         operands = [str(each.type) for each in schema.arguments if "Tensor" in str(each.type)]
-        # Others return a result beside what they write for themselves, such as running means.
+        # Other operations return a result and also write internal state, such as running means.
         in_place = packet.endswith("_") and schema.is_mutable
         if in_place or any(each.is_out for each in schema.arguments):
-            # Those of this tag change the shape or the storage of a tensor.
+            # Operations with this tag change the shape or the storage of a tensor.
             if len(operands) > 1 and torch.Tag.inplace_view not in operation.tags:
                 writes.append(operation)
         elif not schema.is_mutable and (len(operands) > 1 or "List[Tensor]" in operands):
@@ -157,7 +158,7 @@ def _write(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     """Run ``operation`` on full tensors if a plain one is among them, else as DTensor does."""
     tensors = list(_tensors(args, kwargs))
     plain = [x for x in tensors if _is_plain(x)]
-    # A number that is written to is no operand: ``total.copy_(weight.sum())``.
+    # A plain 0-dim tensor is not in ``plain``, but may be written to: total.copy_(weight.sum()).
     into_plain = isinstance(args[0], Tensor) and not isinstance(args[0], DTensor)
     if not plain and not into_plain:
         return _as_dtensor_does(operation, args, kwargs)
@@ -169,7 +170,7 @@ def _write(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
                     f"{operation} writes a DTensor that requires a gradient, of shape "
                     f"{tuple(x.shape)}, into a plain tensor: what to do: total = total + value "
                     "instead of total += value, or value.full_tensor(), which all ranks must call "
-                    "and through which gradients flow; value.detach() if none shall"
+                    "and through which gradients flow; value.detach() if none should flow"
                 )
     try:
         return write_whole(operation, args, kwargs)
@@ -180,16 +181,16 @@ def _write(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
         for operand, x in itertools.product(plain, parts):
             if operand.shape == x.to_local().shape != x.shape:
                 raise ArgumentError(
-                    f"{operation}: a plain tensor beside a parameter means the same full tensor on "
-                    f"every rank; got shape {tuple(operand.shape)}, that of this rank's part of a "
-                    f"DTensor of shape {tuple(x.shape)}, expected what broadcasts to all of it. "
-                    "parameter.to_local() is this rank's part as a plain tensor"
+                    f"{operation}: a plain tensor next to a parameter means the same full tensor "
+                    f"on every rank; got shape {tuple(operand.shape)}, that of this rank's part of "
+                    f"a DTensor of shape {tuple(x.shape)}, expected a shape that broadcasts to the "
+                    "full one. parameter.to_local() is this rank's part as a plain tensor"
                 ) from error
         raise
 
 
 def _read(handler: Any, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run ``operation`` by its other ``handler``, if any, or as DTensor does, plain tensors being
+    """Run ``operation`` by its other ``handler``, if any, or as DTensor does, with plain tensors
     replicated."""
     mesh = _mesh_of_read(operation, args, kwargs)
     if mesh is not None:
@@ -205,7 +206,7 @@ def _put(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if mesh is None:
         if not any(isinstance(x, Tensor) and x.dtype == torch.bool for x in args[1]):
             return _as_dtensor_does(operation, args, kwargs)
-        # Of which DTensor takes the whole for that of each part.
+        # DTensor would use the full mask on each part.
         mesh = next(x.device_mesh for x in _tensors(args, kwargs) if isinstance(x, DTensor))
     args, kwargs = pytree.tree_map(full_value, (tuple(args), dict(kwargs)))
     return _replicated(operation(*args, **kwargs), mesh)
@@ -214,8 +215,8 @@ def _put(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 def _mesh_of_read(
     operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> DeviceMesh | None:
-    """Return the mesh over which plain tensors among the arguments are replicated; ``None`` if
-    there are none."""
+    """Return the mesh over which to replicate plain tensors among the arguments; ``None`` if there
+    are none."""
     tensors = list(_tensors(args, kwargs))
     plain = [x for x in tensors if _is_plain(x)]
     if not plain:
@@ -225,16 +226,16 @@ def _mesh_of_read(
     if mesh.ndim > 1 or mesh.mesh_dim_names not in (None, (TENSOR_AXIS,)):
         raise UnsupportedError(
             f"{operation} of a plain tensor of shape {tuple(plain[0].shape)} and a DTensor over "
-            f"{mesh}, whose ranks may have data of their own: {_WHAT_TO_DO}"
+            f"{mesh}, whose ranks may have different data: {_WHAT_TO_DO}"
         )
     return mesh
 
 
 def _as_dtensor_does(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if _is_composite(operation):
-        # In inference mode alone. DTensor would run some on each part, as if it was all there is.
+        # Only in inference mode. DTensor would run some on each part as if it were the full one.
         return operation.decompose(*args, **kwargs)
-    # DTensor asks for a handler first, and would come back to it.
+    # Without handlers, since DTensor would call the handler again.
     return _without_handler(operation, *args, **kwargs)
 
 
@@ -254,7 +255,7 @@ def _is_composite(operation: Any) -> bool:
 
 
 def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    # By hand, for it takes a fifth of the time of a tree; lists are not nested.
+    # By hand, in a fifth of pytree's time; lists are not nested.
     for value in (*args, *kwargs.values()):
         for x in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(x, Tensor):
@@ -262,7 +263,7 @@ def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]
 
 
 def _is_plain(x: Any) -> bool:
-    # Numbers are no trouble.
+    # DTensor accepts 0-dim tensors.
     return isinstance(x, Tensor) and not isinstance(x, DTensor) and x.ndim > 0
 
 
@@ -279,13 +280,13 @@ def _refuse_gradients(operation: Any, plain: Sequence[Tensor]) -> None:
         if operand.requires_grad and torch.is_grad_enabled():
             raise UnsupportedError(
                 f"{operation} of a DTensor and a plain tensor of shape {tuple(operand.shape)} that "
-                f"requires a gradient, which would be a DTensor: {_WHAT_TO_DO}"
+                f"requires a gradient, which would become a DTensor: {_WHAT_TO_DO}"
             )
 
 
 def _set_data(self: DTensor, value: Tensor) -> None:
-    """Make ``self`` the tensor ``value``, as on one device: what ``self.data`` was stays as it was,
-    so that ``before = p.data; p.data = averaged; ...; p.data = before`` brings the numbers back."""
+    """Replace the data of ``self``, as on one device: the old ``self.data`` does not change, so
+    that ``before = p.data; p.data = averaged; ...; p.data = before`` restores the values."""
     same = value.shape == self.shape and value.dtype == self.dtype
     if not same or value.device.type != self.device.type:
         raise UnsupportedError(
@@ -298,13 +299,13 @@ def _set_data(self: DTensor, value: Tensor) -> None:
     if part.is_set_to(self._local_tensor):  # of ``p.data += 1``
         return
     if isinstance(self, GatheredView) or self.device_mesh.mesh_dim_names != (TENSOR_AXIS,):
-        # FSDP, for one, gathers from memory of its own, not from the DTensor.
+        # FSDP, for example, gathers from its own memory, not from the DTensor.
         raise UnsupportedError(
-            f"the data of a DTensor over {self.device_mesh} cannot be set, because others hold the "
-            "memory: write the values instead, parameter.data.copy_(values)"
+            f"the data of a DTensor over {self.device_mesh} cannot be set, because its memory is "
+            "also used elsewhere: write the values instead, parameter.data.copy_(values)"
         )
     self._local_tensor = part
-    # A backward of before would read the new numbers: it raises, as after any write.
+    # The backward of an earlier forward would read the new values: it raises, as after any write.
     if not self.is_inference():
         torch.autograd.graph.increment_version(self)
 
@@ -315,7 +316,7 @@ def _part_like(x: DTensor, value: Tensor) -> Tensor:
         part = value._local_tensor
         if value.device_mesh == x.device_mesh and part.stride() == x._local_tensor.stride():
             return part
-    # Not the memory of a full tensor, which other parts share.
+    # Not a view of a full tensor, whose memory other parts share.
     copied: Any = x.detach().clone()
     copied.copy_(value)
     local: Tensor = copied._local_tensor

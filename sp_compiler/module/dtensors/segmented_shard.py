@@ -1,14 +1,13 @@
 """DTensor placements of a dim with segments, each sharded over all ranks.
 
-Of a fused q, k, v weight every rank holds its own heads of q, of k and of v. DTensor's
-``_StridedShard(dim, split_factor=n)`` expresses this for n equal segments; for unequal ones it has
-no placement. Its rules make new placements out of ``dim`` and ``split_factor`` alone (for a
-transposed matrix, a sum, a stack), so a custom class would be lost at the first operation. Instead,
-a negative ``split_factor`` encodes the segments, and the method of ``_StridedShard`` that splits a
-tensor into shards, which all code that joins shards uses too, is wrapped to understand it. Equal
-segments are encoded in the same way, because ``_StridedShard`` follows them wrongly through some
-views; no size is a multiple of a negative factor, so rules that would reshape the dim raise an
-error.
+Every rank holds its own heads of q, k and v of a fused weight. DTensor's ``_StridedShard(dim,
+split_factor=n)`` expresses this for n equal segments; for unequal ones it has no placement. Its
+rules make new placements from only ``dim`` and ``split_factor`` (for a transposed matrix, a sum, a
+stack), so a custom class would be lost at the first operation. Instead, a negative ``split_factor``
+encodes the segments. The method of ``_StridedShard`` that splits a tensor into shards is wrapped to
+understand it; all code that joins shards uses that method too. Equal segments are encoded in the
+same way, because ``_StridedShard`` propagates them wrongly through some views; no size is a
+multiple of a negative factor, so rules that would reshape the dim raise an error.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from sp_compiler.base.shards import enlarged
 from sp_compiler.module.dtensors.strided_rules import teach_strided_rules
 from sp_compiler.runtime.padding import stored_part
 
-# Factor to segments. Its entries are facts (the factor is a hash of them), so it needs no owner.
+# Factor to segments. A factor is a hash of its segments, so entries never become invalid.
 _SEGMENTS: dict[int, Segmentation] = {}
 
 
@@ -44,7 +43,7 @@ def segmented_shard(dim: int, segments: tuple[int, ...], units: int = 0) -> _Str
             ranks may have fewer, or none. 0 if each segment is divisible.
     """
     _understand_segments()
-    # By content: every rank and every process must write the same placement alike.
+    # Hash of the content: every process must encode a placement in the same way.
     text = repr((segments, units) if units else segments)
     digest = hashlib.sha256(text.encode()).digest()
     # 62 bits: torch keeps it in a signed 64-bit integer.
@@ -99,7 +98,7 @@ def _understand_segments() -> None:
         shards = _shards(self, tensor, num_chunks)
         if not kwargs.get("with_padding", True):
             return shards, []
-        # The first rank has the most: collectives want all to send as much.
+        # The first rank has the most rows; collectives need equal sizes.
         rows = shards[0].shape[self.dim]
         missing = [rows - shard.shape[self.dim] for shard in shards]
         return [enlarged(shard, self.dim, rows) for shard in shards], missing
@@ -109,7 +108,7 @@ def _understand_segments() -> None:
         self: _StridedShard, local_tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, *args: Any
     ) -> Tensor:
         rows, ranks = local_tensor.shape[self.dim], mesh.size(mesh_dim)
-        # What is missing would be padded: the sizes of several axes are multiplied elsewhere.
+        # Missing rows, as when another axis shards them too, would be padded silently.
         if segments_of(self) and not _has_all(self, rows, mesh.get_local_rank(mesh_dim), ranks):
             raise _not_these_rows(self, rows * ranks)
         return gather(self, local_tensor, mesh, mesh_dim, *args)
@@ -118,15 +117,15 @@ def _understand_segments() -> None:
     def _get_shard_size_and_offsets(*args: Any) -> tuple[int, Tensor | None]:
         size, offsets = locate(*args)
         placement = args[names.index("placement")]
-        # Who asks for all offsets goes on with the first one, as if the rows were a range.
+        # Callers that ask for all offsets use only the first, as if the rows were a range.
         if offsets is None or not size or not segments_of(placement):
             return size, offsets
         if bool((offsets.diff() != 1).any()):
             raise UnsupportedError(
-                f"a DTensor placed in the {_text(placement)} has no range of rows on a rank: save "
-                "module.state_dict() and optimizer.state_dict(), which hold ranges, look at "
-                "parameter.full_tensor(), and load full tensors by module.load_state_dict(); "
-                "set_peft_model_state_dict() loads them before the module's first call alone"
+                f"a DTensor sharded in {_text(placement)} has no contiguous rows on a rank: save "
+                "module.state_dict() and optimizer.state_dict(), which have contiguous parts, read "
+                "parameter.full_tensor(), and load full tensors with module.load_state_dict(); "
+                "set_peft_model_state_dict() loads them only before the module's first call"
             )
         return size, offsets
 
@@ -138,7 +137,7 @@ def _understand_segments() -> None:
 
 
 def _shards(placement: _StridedShard, tensor: Tensor, world_size: int) -> list[Tensor]:
-    """The parts of all ranks; the last may be smaller."""
+    """Return the parts of all ranks; the last may be smaller."""
     segments = _segmentation_of(placement)
     if segments is None or sum(segments.sizes) != tensor.shape[placement.dim]:
         raise _not_these_rows(placement, tensor.shape[placement.dim])
@@ -147,12 +146,12 @@ def _shards(placement: _StridedShard, tensor: Tensor, world_size: int) -> list[T
 
 
 def _has_all(placement: _StridedShard, rows: int, rank: int, world_size: int) -> bool:
-    """Return whether ``rows`` is what ``rank`` has of all segments."""
+    """Return whether ``rows`` is the number of rows that ``rank`` has in all segments."""
     segments = _segmentation_of(placement)
     assert segments is not None
     if not segments.units:
         return rows * world_size == sum(segments.sizes)
-    # Simulated ranks, which have no one number, differ in what they have.
+    # Simulated ranks, which have no single number, have different sizes.
     if not isinstance(rank, int):
         return True
     return rows == sum(S(0, *segments).true_parts(rank, world_size))
@@ -169,8 +168,8 @@ def _plan_redistributions() -> None:
         axes = list(zip(source.placements, target.placements, strict=True))
         if not any(segments_of(have) or segments_of(want) for have, want in axes):
             return plan(self, source, target, *args)
-        # The factor is no order of mesh axes, and from shard to shard there is a way over the full
-        # tensor alone. Later versions find both out by themselves, torch 2.11 raises.
+        # The factor does not describe an order of mesh axes, and a change from shard to shard must
+        # go through the full tensor. Later versions find both out, torch 2.11 raises an error.
         between = [
             Replicate() if have != want and (segments_of(have) or segments_of(want)) else have
             for have, want in axes
@@ -186,7 +185,7 @@ def _plan_redistributions() -> None:
 
 def _not_these_rows(placement: _StridedShard, rows: int) -> UnsupportedError:
     return UnsupportedError(
-        f"dim {placement.dim} of a DTensor is placed in the {_text(placement)} but "
+        f"dim {placement.dim} of a DTensor is sharded in {_text(placement)} but "
         f"the ranks hold {rows} rows: a view changed the dim, or another mesh axis shards it too "
         "(fully_shard). Use the parameter itself, or module.full_state_dict()"
     )
@@ -200,7 +199,7 @@ def _text(placement: Placement) -> str:
 
 
 def _shown(show: Callable[[_StridedShard], str], form: str) -> Callable[[_StridedShard], str]:
-    """Return ``show`` that also prints segments."""
+    """Return ``show``, extended to print segments."""
 
     @functools.wraps(show)
     def shown(self: _StridedShard) -> str:

@@ -1,8 +1,8 @@
 """Fixes of DTensor rules that ignore strided shards on torch 2.11 and give wrong results.
 
-Without them, ``softmax`` and ``cumsum`` over such a dim, and selections of its rows, would use each
-rank's part alone, a dim that moves up or down would get the placement of another, and ``t()`` would
-raise. From torch 2.12 on, DTensor's rules handle strided shards.
+Without them, ``softmax`` and ``cumsum`` over such a dim, and selections of its rows, would use only
+each rank's part, a dim whose index changes would get the placement of another, and ``t()`` would
+raise an error. From torch 2.12 on, DTensor's rules handle strided shards.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def teach_strided_rules() -> None:
     _tensor_ops.is_tensor_dim_sharded = is_tensor_dim_sharded
     DTensorSpec.is_sharded = is_any_dim_sharded  # type: ignore[method-assign, assignment]
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    # Its rule swaps the dims of other shards alone; that of transpose() knows strided ones.
+    # Its rule swaps only the dims of ordinary shards; that of transpose() handles strided ones.
     handlers[torch.ops.aten.t.default] = lambda _, args, kwargs: args[0].transpose(0, -1)
 
 
 def _first_replicated(unsharded: Callable[..., Any]) -> Callable[..., Any]:
-    """``unsharded``, which replicates over what shards ``dim``, strided shards included."""
+    """Return ``unsharded``, extended to replicate strided shards of ``dim`` too."""
 
     @functools.wraps(unsharded)
     def wrapped(placements: Sequence[Placement], dim: int | list[int]) -> Any:
@@ -59,7 +59,7 @@ def _first_replicated(unsharded: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _shifting(shift: Callable[..., Any], step: int) -> Callable[..., Any]:
-    """``shift``, after which strided shards too are of the dim ``step`` further where one came."""
+    """Return ``shift``, extended to move the dims of strided shards by ``step`` too."""
 
     @functools.wraps(shift)
     def wrapped(placements: Sequence[Placement], at: int = 0) -> list[Placement]:

@@ -1,1 +1,1 @@
-"""Hooks of users: where they run, and what those on blocks see."""
+"""Users' hooks: where they run, and the values that hooks on blocks see."""

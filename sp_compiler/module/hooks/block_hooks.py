@@ -1,4 +1,4 @@
-"""Hooks on blocks: what a user registers, with full values instead of a rank's parts."""
+"""Hooks on blocks: wrappers of users' hooks that pass full values instead of a rank's parts."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ Hook = Callable[..., Any]
 
 
 class Invocation:
-    """One call of a block, passed to the block's own ``forward`` in front of its values.
+    """One call of a block, passed to the block's ``forward`` before its values.
 
     Args:
         run: the compiled code.
         forms: returns the forms of its values.
-        autocast: of the caller, in which hooks run: the compiled code has its casts already.
+        autocast: the caller's autocast, under which hooks run; the compiled code already contains
+            its casts.
     """
 
     def __init__(
@@ -37,31 +38,32 @@ class Invocation:
 
     @cached_property
     def forms(self) -> BlockForms:
-        # On demand, for most blocks have no hooks.
+        # Computed on demand, since most blocks have no hooks.
         return self._make_forms()
 
     def inputs(self, values: Sequence[Any]) -> Shown:
-        """``values`` as hooks see them, each hook the same tensors."""
-        # FSDP's hooks, and torch's for hooks of the backward, make others of them, through which
-        # gradients have to go.
+        """Return ``values`` as hooks see them; all hooks see the same tensors."""
+        # FSDP's hooks, and torch's wrappers for backward hooks, replace tensors by new ones,
+        # through which gradients must flow.
         latest = self._inputs
         if latest is None or any(map(operator.is_not, latest.values, values)):
             latest = self._inputs = self.forms.inputs(values)
         return latest
 
     def seen_inputs(self, values: Sequence[Any]) -> Shown:
-        """Return what forward hooks see of ``values``, which the block was called with."""
-        # An error before the block ran, after which only hooks run that want to see that, too.
+        """Return ``values``, with which the block was called, as forward hooks see them."""
+        # They are not there yet if an error came before the block ran: then only hooks run that
+        # were registered with always_call.
         return self._inputs or self.inputs(values)
 
     def take(self, inputs: Shown) -> tuple[Any, ...]:
-        """Return the values that the block is called with after a hook."""
+        """Return the values with which the block is called after a hook."""
         self._inputs = inputs
         return inputs.values
 
 
 def _invocation(args: Sequence[Any]) -> Invocation | None:
-    """The call, if ``args`` are those of a block: the whole model has arguments of its own."""
+    """Return the call if ``args`` are those of a block, rather than those of the whole model."""
     return args[0] if args and isinstance(args[0], Invocation) else None
 
 
@@ -113,7 +115,7 @@ def backward_hook(hook: Hook, forms: BlockForms) -> Hook:
         outputs = forms.outputs(grad_output, are_gradients=True)
         if not grad_input:  # no input needs a gradient
             return hook(module, grad_input, outputs.full)
-        # The invocation comes first, and has none.
+        # The first argument is the invocation, which has no gradient.
         inputs = forms.inputs(grad_input[1:], are_gradients=True)
         result = hook(module, inputs.full, outputs.full)
         return (None, *inputs.after(_as_tuple(result)).values)

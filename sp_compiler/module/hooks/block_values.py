@@ -1,8 +1,9 @@
 """The values of a block as hooks see them: full on every rank, as on one device.
 
-A block computes with parts of its values: rows of tokens, say, flattened and without their true
-shape. What a hook gets is gathered for it, and what it returns, or changes in place, becomes each
-rank's part again. Both are differentiable, by the conversions of :mod:`sp_compiler.ops.convert`.
+A block computes with parts of its values, for example with flattened rows of tokens that have lost
+their shape. Values are gathered for a hook. Each rank takes its part of the values that the hook
+returns, or changes in place. Both directions are differentiable, by the conversions of
+:mod:`sp_compiler.ops.convert`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, tp: Communicator, placement: Placement) -> Tensor:
         ctx.tp, ctx.placement = tp, placement
-        # A copy of what is full already, for a hook may change it in place.
+        # A copy of a value that is full already, since a hook may change it in place.
         return part.clone() if placement.is_replicated else convert(tp, part, str(placement), "I")
 
     @staticmethod
@@ -63,11 +64,11 @@ class _Form:
     shape: tuple[int, ...]
 
     def gathered(self, tp: Communicator, part: Tensor) -> Tensor:
-        """Return the full value; ``part`` itself if it is that."""
+        """Return the full value; ``part`` itself if it is full."""
         if self.placement == I:
             return part
         full: Tensor = _Gathered.apply(part, tp, self.placement)
-        # Rows of tokens have one dim for several of the value's, and may end with padding.
+        # Rows form has one dim for several of the value's dims, and may end with padding.
         num_rows = math.prod(self.shape[: len(self.shape) - full.dim() + 1])
         return full if full.shape == self.shape else full[:num_rows].reshape(self.shape)
 
@@ -80,7 +81,7 @@ class _Form:
         if is_sharded and self.placement.global_shape(like.shape, tp.world_size) != self.shape:
             full = full.reshape(-1, *self.shape[num_row_dims:])
             missing = like.shape[0] * tp.world_size - full.shape[0]
-            # Copies of the last row, as where the compiled code pads rows: they lead to no NaN.
+            # Padded with copies of the last row, as in compiled code: these do not cause NaN.
             last = full[-1:].detach()
             padding = torch.zeros_like(last) if is_gradient else last
             full = torch.cat([full, padding.expand(missing, *last.shape[1:])])
@@ -94,18 +95,18 @@ class _Form:
 
 @dataclass(frozen=True)
 class Shown:
-    """Values of a block, and what a hook sees of them.
+    """Values of a block, and the full values that a hook sees.
 
     Attributes:
-        tp: this rank.
-        path: of the block.
+        tp: communicator of this rank.
+        path: path of the block.
         values: this rank's parts.
-        forms: how they are held; ``None`` for what is no tensor.
-        positions: of the values that hooks see, in their order.
+        forms: their placements and full shapes; ``None`` for values that are not tensors.
+        positions: positions of the values that hooks see, in their order.
         full: these values in full.
         are_gradients: whether they are the gradients of the block's values.
-        need_gradients: of ``full``, before a hook saw it.
-        versions: numbers of changes in place of ``full`` before.
+        need_gradients: whether each of ``full`` required a gradient before the hook.
+        versions: version counters of ``full`` before the hook.
     """
 
     tp: Communicator
@@ -119,16 +120,17 @@ class Shown:
     versions: tuple[int | None, ...]
 
     def through(self) -> Shown:
-        """The values as parts of the full ones, which take part in the backward then: hooks of
-        tensors, and ``retain_grad``, see full gradients too."""
+        """Return the values as parts of the full ones, which then take part in the backward: hooks
+        on tensors, and ``retain_grad``, see full gradients too."""
         return self.after(None)
 
     def after(self, result: Any) -> Shown:
-        """The values with what a hook returned, ``None`` for nothing, or changed in place.
+        """Return the values after a hook, which returned ``result`` (``None`` for nothing) and may
+        have changed values in place.
 
         Raises:
-            UnsupportedError: it returned something else than tensors of the shapes that it saw, or
-                a tensor that needs a gradient where the compiled code has none.
+            UnsupportedError: the result is not tensors of the shapes that the hook saw, or a tensor
+                requires a gradient where the compiled code has none.
         """
         given = self.full if result is None else result
         if not isinstance(given, (tuple, list)) or len(given) != len(self.full):
@@ -147,25 +149,25 @@ class Shown:
 
     def _part(self, position: int, new: Any, index: int) -> Any:
         value, form, seen = self.values[position], self.forms[position], self.full[index]
-        # Torch itself compares gradients.
+        # Torch itself checks gradients.
         if isinstance(seen, Tensor) and not self.are_gradients and _text(new) != _text(seen):
             raise self._refusal(f"{_text(new)} instead of {_text(seen)}")
-        # What the compiled code differentiates was decided when it was captured.
+        # The capture has decided which values the compiled code differentiates.
         if _needs_gradient(new) and not self.need_gradients[index] and not self.are_gradients:
             raise self._refusal(
-                "a tensor that needs a gradient where the model's own needs none, for nothing "
-                "before it is trained, so that its gradient would be lost; make what the hook adds "
-                "a part of the model before sp_compiler.compile, or leave a parameter before it "
+                "a tensor that requires a gradient where the model's own tensor does not (nothing "
+                "before it is trained), so its gradient would be lost; make what the hook adds "
+                "a part of the model before sp_compiler.compile, or keep a parameter before it "
                 "trainable",
                 why="",
             )
         if form is None or new is None:
             return new
-        # Also what the hook returned as it was: not every change in place is counted.
+        # Even if the hook returned the same tensor: not every in-place change is counted.
         return form.part_of(self.tp, new, value, is_gradient=self.are_gradients)
 
     def require_unchanged(self) -> None:
-        """Raise an error if a hook changed in place what it could only look at."""
+        """Raise an error if a hook changed values in place that have been used already."""
         pairs = zip(self.positions, self.full, self.versions, strict=True)
         if any(
             seen is not self.values[position] and _num_changes(seen) != version
@@ -178,7 +180,7 @@ class Shown:
             )
 
     def _refusal(
-        self, what: str, why: str = ": the compiled code takes values like those that the hook saw"
+        self, what: str, why: str = ": the compiled code needs values like those that the hook saw"
     ) -> UnsupportedError:
         return UnsupportedError(f"a hook on {self.path!r} returned {what}{why}")
 
@@ -188,7 +190,7 @@ def _needs_gradient(value: Any) -> bool:
 
 
 def _num_changes(value: Any) -> int | None:
-    """The number of changes in place of a tensor; ``None`` where nobody counts them."""
+    """Return the version counter of a tensor; ``None`` if it has none."""
     return value._version if isinstance(value, Tensor) and not value.is_inference() else None
 
 
@@ -203,14 +205,15 @@ class BlockForms:
     """How a rank holds the values of one call of a block.
 
     Attributes:
-        tp: this rank.
-        path: of the block.
-        given: of each value that it computes from, without parameters and sizes.
-        seen: positions of those that hooks see: results of other layers, then the model's inputs.
-        made: of each value that it returns.
-        results: positions of those that hooks see: what other layers read, or the model returns.
-            The others are new numbers of buffers and attributes, which no forward of the model's
-            own returns.
+        tp: communicator of this rank.
+        path: path of the block.
+        given: form of each argument, without parameters and sizes.
+        seen: positions of the arguments that hooks see: results of other layers, then the model's
+            inputs.
+        made: form of each value that it returns.
+        results: positions of the results that hooks see: those that other layers read, or that the
+            model returns. The others are new values of buffers and attributes, which the model's
+            own forward does not return.
     """
 
     tp: Communicator
@@ -224,7 +227,7 @@ class BlockForms:
     def of(
         cls, tp: Communicator, compiled: CompiledProgram, index: int, leaves: Sequence[Any]
     ) -> BlockForms:
-        """The values of call ``index`` of ``compiled`` for the flattened inputs ``leaves``."""
+        """Return those of call ``index`` of ``compiled`` for the flattened inputs ``leaves``."""
         call, sizes = compiled.program.calls[index], compiled.program.sizes
         if any(each.name == Pass.HALF_BATCHES and each.rewrites for each in compiled.reports):
             raise UnsupportedError(

@@ -20,9 +20,9 @@ from sp_compiler.module.hooks.block_hooks import (
 
 _OF_FORWARD = "_forward_hooks"
 KINDS = (_OF_FORWARD, "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""Where ``nn.Module`` has its hooks."""
+"""Attributes in which ``nn.Module`` stores its hooks."""
 
-# The block that runs, which threads may call at the same time.
+# The running block; per context, since threads may call blocks at the same time.
 _CALLED: ContextVar[tuple[nn.Module | None, Invocation | None]] = ContextVar(
     "_CALLED", default=(None, None)
 )
@@ -31,12 +31,12 @@ _CALLED: ContextVar[tuple[nn.Module | None, Invocation | None]] = ContextVar(
 class HookedModule(nn.Module):
     """The hooks of a :class:`~sp_compiler.module.module_tree.MirrorModule`."""
 
-    # Set by it.
+    # Set by the MirrorModule.
     _sp_layout: Any
     _sp_path: str
 
-    # Hooks run on the whole model and on blocks; anywhere else they would be silently dead. On
-    # blocks those of users see full values; FSDP's look at none, and would wait for gathers.
+    # Hooks run on the whole model and on blocks; anywhere else they would silently never run. On
+    # blocks, users' hooks see full values. FSDP's hooks use no values, and need no gathers.
 
     def register_forward_hook(self, hook: Any, *args: Any, **kwargs: Any) -> Any:
         self._require_runnable("forward hook")
@@ -66,15 +66,15 @@ class HookedModule(nn.Module):
         return super().register_full_backward_pre_hook(*args, **kwargs)
 
     def register_backward_hook(self, hook: Any) -> Any:
-        """The older kind, whose gradients are those of some operator inside; of a block, an error.
+        """Register a hook of the older kind, on the whole model; use the full one on its parts.
 
         Raises:
-            UnsupportedError: on a part of the model.
+            UnsupportedError: the module is a part of the model.
         """
         if self._sp_path:
             raise UnsupportedError(
-                f"register_backward_hook on {self._sp_path!r}: what it would be given depends on "
-                "the last operator of compiled code; use register_full_backward_hook"
+                f"register_backward_hook on {self._sp_path!r}: its arguments would depend on the "
+                "last operator of compiled code; use register_full_backward_hook"
             )
         return super().register_backward_hook(hook)
 
@@ -82,7 +82,7 @@ class HookedModule(nn.Module):
         if self._sp_path:
             self._sp_layout.hooked[self._sp_path] = self
 
-    # What nn.Module hands to the backward of a call: there is no argument that tells which.
+    # Called by nn.Module in each call, for its backward; no argument tells which call it is.
 
     def _get_backward_hooks(self) -> Any:
         hooks, older = super()._get_backward_hooks()
@@ -101,7 +101,7 @@ class HookedModule(nn.Module):
         """Raise an error if this module has a hook that would never run.
 
         Args:
-            on_root: whether to check the root module too; not after FSDP has registered hooks
+            on_root: whether to check the root module too; False after FSDP has registered hooks
                 there.
         """
         if (self._sp_path or on_root) and any(getattr(self, kind) for kind in KINDS):
@@ -111,10 +111,10 @@ class HookedModule(nn.Module):
         blocks = self._sp_layout.blocks
         if not self._sp_path and not self._sp_layout.calls_root:
             raise UnsupportedError(
-                f"a {what} on the whole model cannot run: a pipeline calls its stages and never "
-                "the model; register it on a layer, or do what it does around step()"
+                f"a {what} on the whole model cannot run: a pipeline calls its stages, never the "
+                "model; register it on a layer, or run its code before or after step()"
             )
-        # Before compilation nobody knows the blocks; require_runnable_hooks looks again after it.
+        # Before compilation the blocks are unknown; require_runnable_hooks checks afterwards.
         if blocks is None or not self._sp_path or self._sp_path in blocks:
             return
         raise UnsupportedError(
@@ -131,28 +131,29 @@ def call_block(
     try:
         outputs = block(invocation, *values)
     finally:
-        # Kept, it would keep the values of the whole forward.
+        # Otherwise it would keep the values of the whole forward alive.
         _CALLED.reset(before)
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
 def run_block(block: HookedModule, invocation: Invocation, values: Sequence[Any]) -> Any:
-    """Run the compiled code of one call, whose pre-hooks have run."""
+    """Run the compiled code of one call after its pre-hooks."""
     if block._sp_path in block._sp_layout.hooked and getattr(block, _OF_FORWARD):
-        # Parts of what forward hooks will see, so that it takes part in the backward.
+        # Take parts of the values that forward hooks will see, so that these are in the autograd
+        # graph.
         values = invocation.take(invocation.inputs(values).through())
     outputs = invocation.run(*values)
     return outputs[0] if len(outputs) == 1 else outputs
 
 
 def _is_of_fsdp(hook: Any) -> bool:
-    # A method of its state, or a function around one, for a group of modules.
+    # A method of FSDP's state, or for a group of modules a function around one.
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
 
 
 def _refuse_lone_fully_shard(mesh: DeviceMesh | None) -> None:
-    """Raise an error for FSDP2 where "tp" is no axis of a larger mesh, which it needs."""
-    # Its hook is all that fully_shard shows of itself before it fails at the first parameter.
+    """Raise an error for FSDP2 if "tp" is not an axis of a larger mesh, which it needs."""
+    # Its hook is the only sign of fully_shard before it fails at the first parameter.
     if mesh is not None and mesh._get_root_mesh().ndim == 1:
         raise UnsupportedError(
             f"fully_shard on a module that {mesh.size()} ranks compute together, whose mesh has no "

@@ -1,4 +1,4 @@
-"""Hooks of state dicts that a model has before it is compiled: they rename, add or drop weights."""
+"""State-dict hooks that a model has before it is compiled: they rename, add or drop weights."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ _TABLES = ("_state_dict_pre_hooks", "_state_dict_hooks", "_load_state_dict_post_
 
 
 def move_state_hooks(source: nn.Module, target: nn.Module) -> None:
-    """Register the hooks that saving and loading of ``source`` has on ``target``, which stands for
-    it."""
+    """Register the hooks of ``source`` for saving and loading on ``target``, its mirror."""
 
     def of_target(hook: Any) -> Any:
-        # A method of the module itself would find its parameters without memory.
+        # A method bound to ``source`` would find its parameters without memory.
         if isinstance(hook, MethodType) and hook.__self__ is source:
             return MethodType(hook.__func__, target)
         return hook

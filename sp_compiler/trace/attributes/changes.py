@@ -298,7 +298,7 @@ def _state(model: nn.Module) -> _State:
     return {
         (path, name): Held.of(value)
         for path, module in model.named_modules()
-        if not isinstance(module, nn.RNNBase)  # it makes its lists of parameters anew
+        if not isinstance(module, nn.RNNBase)  # it recreates its lists of parameters
         for name, value in vars(module).items()
         if name not in _EVERY_MODULES
     }

@@ -22,7 +22,7 @@ def refuse_trained_constants(
     """Refuse a constant or a buffer that gets a gradient in the model but would get none here.
 
     Args:
-        exported: functional, with what is computed under ``no_grad`` detached.
+        exported: a functional export, with values computed under ``no_grad`` detached.
         lines: the lines that compute with tensors that require a gradient, by storage of the
             tensor.
         buffers: names of the buffers that require a gradient.

@@ -303,7 +303,7 @@ class _ReadMode(TorchFunctionMode):
         parts = computation(node)
         refusal = next(filter(None, map(self._sources.refusal, parts)), "")
         if not refusal and is_under_autocast(parts):
-            refusal = "a computation under an autocast of its own"
+            refusal = "a computation under the model's own autocast"
         return parts, refusal
 
     def _is_known(self, tensor: Tensor) -> bool:

@@ -69,7 +69,7 @@ def functionalize(exported: ExportedProgram) -> ExportedProgram:
     # torch internals: _is_any_autocast_enabled. Under autocast composites cast inside, which only
     # another trace records.
     if torch._C._is_any_autocast_enabled() or not all(map(_is_simple, _nodes(module))):
-        # A norm that is kept as one operator would write unseen.
+        # A norm that is kept as one operator would hide its write.
         writing = {x.target for x in _nodes(module) if _updates_statistics(x)}
         return _decomposed(exported, {x: _get_decomp_for_cia(x) for x in writing})
     _inline(module)

@@ -25,7 +25,7 @@ def is_composite(target: Any) -> bool:
 
 
 def call_signature(node: Node) -> Hashable:
-    """Equal for calls that do the same to operands of the same shape, strides, dtype and device."""
+    """Return a key that is equal for equal calls on operands of equal layout, dtype and device."""
     inputs = node.all_input_nodes
     arguments = map_arg((node.args, node.kwargs), lambda source: f"%{inputs.index(source)}")
     # Strides and offset as well: they decide whether ``contiguous`` copies.

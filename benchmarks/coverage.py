@@ -117,7 +117,7 @@ def _reason(fallback: str) -> str:
     """The kind of value that is replicated and why: without places, with n for every number."""
     what, _, why = fallback.partition(": ")
     kind = what.split()[0].removesuffix(".default")
-    why = re.sub(r"(could not be proven|time than it saves memory|does not pay).*", r"\1", why)
+    why = re.sub(r"(could not be proven|time than it saves memory|is not worthwhile).*", r"\1", why)
     why = why.replace(f"for {what.split()[0]}", "for it")
     why = re.sub(r"\([\dx]+\) | \(x \d+\)", "", why)
     why = re.sub(r"\([\d, ]+\) x \([\d, ]+\)", "it", why)

@@ -122,7 +122,7 @@ class Options(TypedDict, total=False):
             again. The graph is then checked; :class:`sp_compiler.PassError` names the pass that
             broke it. Pass the same list on every rank.
         strict: raise :class:`sp_compiler.UnsupportedError` if a costly part of the model stays
-            replicated: more than 1 % of the matmul FLOPs or of the parameter bytes, or any
+            replicated: more than 1 % of the matrix FLOPs or of the parameter bytes, or any
             attention core, unless ``hints`` ask for it. Without ``strict``, ``compile`` and
             ``torch.compile`` warn once about each part, with the module, the reason and what to do;
             ``plan`` lists them; ``verify`` ignores them.

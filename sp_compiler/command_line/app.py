@@ -66,7 +66,7 @@ Examples:
 
 - `sp-compiler plan path/to/config.json --sequence 4096 --fits 80GiB --json`
 """
-_SUGGEST_HELP = """The fastest grids on which a model trains within a memory; 1 if none fits.
+_SUGGEST_HELP = """The fastest grids on which a model trains within a memory limit; 1 if none fits.
 
 Examples:
 
@@ -94,13 +94,13 @@ Examples:
 
 - `sp-compiler code --preset llama-3-8b --output block.py`
 """
-_EXPLAIN_HELP = """Why parameters are sharded or not, and what the other ways would cost.
+_EXPLAIN_HELP = """Why parameters are sharded or not, and what the alternatives would cost.
 
 Examples:
 
 - `sp-compiler explain --name model.layers.0.mlp.up_proj --preset llama-3-8b`
 """
-_BENCH_HELP = """Time and memory of a training step here: eager torch beside the compiled model.
+_BENCH_HELP = """Time and memory of a training step here: eager torch and the compiled model.
 
 Examples:
 
@@ -131,7 +131,7 @@ def plan(
     ] = None,
     html: _Page = None,
 ) -> None:
-    # What can be typed wrong is refused before the minutes that a large model takes.
+    # Usage errors are raised before the model is built, which may take minutes.
     if mesh is not None and (pp is not None or request.tp is not None):
         raise UsageError(f"--mesh {mesh} has the sizes of --tp and --pp: leave these out")
     limit = None if fits is None else parse_bytes("--fits", fits)
@@ -141,7 +141,7 @@ def plan(
     grid = sizes if mesh is None else GridSizes.of(mesh)
     on_grid = mesh is not None or grid.pp > 1
     if not on_grid:
-        why = "is of a pipeline or a grid: give --pp or --mesh, or leave it out"
+        why = "is for a pipeline or a grid: give --pp or --mesh, or leave it out"
         _refuse(why, microbatches=microbatches, schedule=schedule, stages_per_rank=stages_per_rank)
     result: Plan | GridPlan
     with progress("planning"):
@@ -165,7 +165,7 @@ def plan(
     else:
         typer.echo(loaded.inputs_text)
         typer.echo(str(result) if isinstance(result, Plan) else memory_text(result))
-    # After the table, so that a CI has both the reason and the exit code.
+    # After the table, so that a CI job has both the reason and the exit code.
     if limit is not None and result.total_bytes > limit:
         raise Refused(f"needs {bytes_text(result.total_bytes)}, more than {bytes_text(limit)}")
 
@@ -207,13 +207,13 @@ def suggest(
             loaded.example_inputs,
             gpus=gpus,
             memory=memory,
-            # At least one per device: a grid of data parallel ranks alone needs as many.
+            # At least one per device: a grid of only data-parallel ranks needs that many.
             microbatches=microbatches or max(loaded.microbatches, gpus),
             top=top,
             **request.options,
         )
     typer.echo(suggestions.to_json() if request.json else str(suggestions))
-    # After the table: it says what each grid would need.
+    # After the table, which shows what each grid would need.
     if not suggestions:
         raise Refused(f"no grid of {gpus} devices fits {memory} on each")
 
@@ -224,7 +224,7 @@ def diff(  # noqa: PLR0913 - one for each argument of the command line
     request: Request,
     *,
     extra: Annotated[str | None, typer.Argument(hidden=True, metavar="--other model")] = None,
-    other: Annotated[str | None, typer.Option(help="A second model, as the first.")] = None,
+    other: Annotated[str | None, typer.Option(help="A second model, given like the first.")] = None,
     before: Annotated[
         str | None, typer.Option(help="A stage of the compilation; capture if not given.")
     ] = None,
@@ -240,10 +240,10 @@ def diff(  # noqa: PLR0913 - one for each argument of the command line
         )
     check_writable("--html", html)
     if unified and request.json:
-        raise UsageError("--unified and --json are two forms of one output: give one of them")
+        raise UsageError("--unified and --json are two output formats: give one of them")
     if other is not None:
         # Two models are compared as they are: neither is compiled.
-        reason = "is of one model's compilation: leave it out with --other"
+        reason = "applies to the compilation of one model: leave it out with --other"
         _refuse(reason, before=before, after=after, tp=request.tp, option=request.option)
     before, after = before or "capture", after or "final"
     _check_order(before, after)
@@ -253,7 +253,7 @@ def diff(  # noqa: PLR0913 - one for each argument of the command line
             stages = _compiled(request, first).stages
         result = _diff_of_stages(stages, before, after)
     else:
-        # Sizes hold for both models: only what they are should differ.
+        # The same sizes for both models, so that only the models differ.
         second = Request(**{**vars(request), "model": other, "preset": None}).load()
         with progress("comparing"):
             result = graph_diff(first.model, second.model, example_inputs=first.example_inputs)
@@ -262,12 +262,12 @@ def diff(  # noqa: PLR0913 - one for each argument of the command line
     console = Console()
     if request.json:
         typer.echo(result.to_json())
-    # Into a file or a pipe go lines that other tools read as a diff.
+    # To a file or a pipe, write a unified diff, which other tools can read.
     elif unified or not console.is_terminal:
         typer.echo(result.to_unified(context))
     else:
         console.print(result.side_by_side(context))
-    # Only where asked for, as git diff does: a difference is no failure.
+    # Only on request, as in git diff: a difference is not a failure.
     if exit_code and not result.is_empty:
         raise typer.Exit(FAILED)
 
@@ -276,7 +276,7 @@ def diff(  # noqa: PLR0913 - one for each argument of the command line
 @command
 def verify(request: Request, *, html: _Page = None) -> None:
     check_writable("--html", html)
-    # On the CPU, for numbers are compared; a plan does without any.
+    # On the CPU, because values are compared; other commands need only shapes.
     loaded = request.load(device="cpu")
     with progress("verifying"):
         report = verify_model(
@@ -285,7 +285,7 @@ def verify(request: Request, *, html: _Page = None) -> None:
     if html is not None:
         report.to_html(html)
     typer.echo(report.to_json() if request.json else str(report))
-    # Without a line of its own: the report has said what is wrong.
+    # Without another message: the report says what is wrong.
     if not report.ok:
         raise typer.Exit(FAILED)
 
@@ -299,7 +299,7 @@ def code(
 ) -> None:
     check_writable("--output", output)
     if output is not None and request.json:
-        raise UsageError("--json is for what is printed, and --output writes Python: give one")
+        raise UsageError("--json changes what is printed, --output writes Python: give one of them")
     loaded = request.load()
     with progress("compiling"):
         text = _compiled(request, loaded).code
@@ -318,12 +318,12 @@ def explain(
     name: Annotated[str, typer.Option(help="A parameter or module, * for any part of it.")],
 ) -> None:
     loaded = request.load()
-    named_or_inside(name, parameters_of(loaded.model))  # raises, before anything is solved
+    named_or_inside(name, parameters_of(loaded.model))  # raises an error before the solver runs
     with progress("solving"):
         result = make_plan(
             loaded.model, loaded.example_inputs, tp=request.ranks(loaded), **request.options
         )
-        # Inside the progress: the prices of the other ways are solved for when they are asked for.
+        # Inside the progress: explain() runs the solver for each alternative.
         text = str(result.explain(name))
     typer.echo(json.dumps({"explanation": text}) if request.json else text)
 
@@ -341,7 +341,7 @@ def bench(
             result = measure_steps(
                 loaded.model, loaded.example_inputs, num_ranks, steps, request.options
             )
-    # Each rank has measured its own; one is shown.
+    # Each rank has measured its own step; one is shown.
     if os.environ.get("RANK", "0") == "0":
         typer.echo(json.dumps(result.to_dict(), indent=2) if request.json else str(result))
 
@@ -349,7 +349,7 @@ def bench(
 @app.command(help=_DOCTOR_HELP)
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="JSON for a program to read.")] = False,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Python's own errors.")] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show Python tracebacks.")] = False,
 ) -> None:
     with failures("doctor", traceback=traceback), progress("compiling a small model"):
         facts = examine()
@@ -370,9 +370,9 @@ def list_presets(
 
 
 def _check_order(before: str, after: str) -> None:
-    """Raise an error for what is no stage of any compilation, and for stages the wrong way
-    round."""
-    # Passes of a user, which have stages too, cannot be typed; these two change no graph.
+    """Raise an error for a name that is not a stage of any compilation, and for stages in the
+    wrong order."""
+    # User passes, which have stages too, cannot be named here; these two change no graph.
     passes: list[Pass] = [each for each in Pass if each not in (Pass.CHECK, Pass.CODEGEN)]
     known = {**Stages.ALIASES, **{str(each): each for each in passes}}
     for name in (before, after):
@@ -384,7 +384,7 @@ def _check_order(before: str, after: str) -> None:
 
 def _diff_of_stages(stages: Stages, before: str, after: str) -> GraphDiff:
     for name in (before, after):
-        if name not in (*stages, *Stages.ALIASES):  # a pass without graphs, or that did not run
+        if name not in (*stages, *Stages.ALIASES):  # a pass that did not run
             raise unknown_stage(name, stages)
     return graph_diff(stages[before], stages[after])
 

@@ -24,7 +24,7 @@ from sp_compiler.planning.table_text import table
 from sp_compiler.runtime.recorder import Recorder
 from sp_compiler.trace.arguments import ExampleInputs
 
-_WARM_UP = 2  # the first step compiles, the second meets what the first one allocated
+_WARM_UP = 2  # the first step compiles, the second reuses the memory that the first allocated
 _SEED = 0
 
 
@@ -50,8 +50,8 @@ class Bench:
     """Result of :func:`bench`.
 
     Attributes:
-        time_ratio: median over pairs of alternated steps of compiled time over eager time, which
-            varies less than either.
+        time_ratio: compiled over eager time, the median over pairs of alternating steps, which
+            varies less than either time.
     """
 
     model_name: str
@@ -107,12 +107,12 @@ def joined_ranks(tp: int | None) -> Iterator[tuple[int, str]]:
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if tp not in (None, num_ranks):
         raise ArgumentError(
-            f"--tp {tp} takes {tp} processes, and here is {num_ranks}: start them with torchrun "
-            f"--standalone --nproc-per-node {tp} -m sp_compiler bench"
+            f"--tp {tp} needs {tp} processes, but the number of processes is {num_ranks}: start "
+            f"them with torchrun --standalone --nproc-per-node {tp} -m sp_compiler bench"
         )
     device = "cpu"
     if torch.cuda.is_available():
-        # Before the group is made: NCCL would take the first device on every rank.
+        # Before the group is created: NCCL would use the first device on every rank.
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         torch.cuda.set_device(device)
     # All ranks must have the same model and inputs.
@@ -130,10 +130,10 @@ def bench(
     model: nn.Module, example_inputs: ExampleInputs, tp: int, steps: int, options: Options
 ) -> Bench:
     """Measure alternating steps of ``model``, compiled, and of an eager copy."""
-    # A process may run on a slower clock now than a minute ago, so the two take turns.
+    # The two alternate, because the machine's speed may change over a minute.
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
     args, kwargs = example_inputs
-    # A copy, for compiling takes the model's parameters over.
+    # A copy, because compiling takes over the model's parameters.
     contenders = {"eager": copy.deepcopy(model), "compiled": compile_model(model, tp=tp, **options)}
     runs = {name: _Run(each, args, kwargs, device) for name, each in contenders.items()}
     for _ in range(_WARM_UP):
@@ -143,7 +143,7 @@ def bench(
     for _ in range(steps):
         for name, run in runs.items():
             times[name].append(run.step_us())
-    # Apart from the times: watching every operator takes longer than running small ones.
+    # Separate from the timed steps, as recording every operator is slower than a small operator.
     measured = {
         name: Measured(statistics.median(times[name]), run.kept_bytes(), run.peak_bytes())
         for name, run in runs.items()
@@ -184,13 +184,13 @@ class _Run:
         tensors = [leaf for leaf in seen if isinstance(leaf, Tensor)]
         outside = [*self.model.parameters(), *self.model.buffers(), *tensors]
         kept = recorder.alive_bytes(excluding=outside)
-        _loss(result).backward()  # ranks that leave a step in its middle would wait for each other
+        _loss(result).backward()  # a rank that leaves a step unfinished would make others wait
         return kept
 
     def peak_bytes(self) -> int | None:
         if self.device.type != "cuda":
             return None
-        # Gradients are there since the first step and are added to.
+        # Gradients exist since the first step and are accumulated into.
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         self.step_us()
@@ -213,9 +213,9 @@ def _loss(result: Any) -> Tensor:
     reached = [leaf for leaf in leaves if leaf.requires_grad]
     if not reached:
         raise ArgumentError(
-            "nothing that the model returns has a gradient: there is no backward to "
-            "measure; is it in eval mode, or frozen?"
+            "none of the model's outputs requires a gradient: there is no backward to "
+            "measure; is the model frozen?"
         )
-    # In float32, in which a mean over many logits keeps its digits.
+    # In float32, so that the mean over many logits stays accurate.
     losses = [leaf for leaf in reached if leaf.dim() == 0]
     return losses[0] if losses else torch.stack([leaf.float().mean() for leaf in reached]).sum()

@@ -1,4 +1,4 @@
-"""Reading of a HuggingFace ``config.json``, and what a path that leads to none may have meant."""
+"""Reading of a HuggingFace ``config.json``, and advice if a path does not lead to one."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def read_config(path: Path) -> dict[str, Any]:
 
     Raises:
         UsageError: there is none.
-        ArgumentError: ``path`` is Python, or it does not say which class is to be built.
+        ArgumentError: ``path`` is Python, or it does not say which class to build.
     """
-    # The likely slips of somebody who knows other tools, which take a script or a module.
+    # A likely mistake: other tools take a script or a module.
     if (python := _python_file(path)) is not None:
         # A module is imported from the current folder.
         folder = "" if python.resolve().is_relative_to(Path.cwd()) else f", in {python.parent}"
@@ -38,7 +38,7 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ArgumentError(f"{path} is no JSON: {error}") from error
+        raise ArgumentError(f"{path} is not valid JSON: {error}") from error
     names = config.get("architectures") if isinstance(config, dict) else None
     if isinstance(config, dict) and names is None and (name := _causal_model(config)):
         warnings.warn(Note(f'{path} has no "architectures": building {name}'), stacklevel=1)
@@ -53,10 +53,10 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def _python_file(source: Path) -> Path | None:
-    """Return the Python file that is meant by its path or by the name of its module, if any."""
+    """Return the Python file that ``source`` means, by path or by module name, if any."""
     if (source / "config.json").exists():
         return None
-    # From the current folder alone: an installed package of that name is hardly a model.
+    # Only in the current folder: an installed package of that name is hardly a model.
     module = source if source.is_dir() else Path(*str(source).split("."))
     files = (source, module / "__init__.py", Path(f"{module}.py"))
     return next((file for file in files if file.suffix == ".py" and file.is_file()), None)
@@ -71,8 +71,8 @@ def module_of(file: Path) -> str:
 
 
 def _callables_text(file: Path) -> str:
-    """Return what a Python file has of callables without arguments, for an error message."""
-    # Read, not imported: a script would run.
+    """Return the names of callables without arguments in a Python file, for an error message."""
+    # Parsed, not imported: a script would run.
     try:
         statements = ast.parse(file.read_text(encoding="utf-8")).body
     except (SyntaxError, ValueError):
@@ -101,8 +101,8 @@ def _needs_arguments(function: ast.FunctionDef, *, given: int) -> bool:
 
 
 def _causal_model(config: Mapping[str, Any]) -> str | None:
-    """The class that ``AutoModelForCausalLM`` builds of ``config``, which a configuration that was
-    saved without a model does not name."""
+    """The class that ``AutoModelForCausalLM`` builds from ``config``. A configuration that was
+    saved without a model does not name its class."""
     with contextlib.suppress(ImportError):
         from transformers.models.auto import modeling_auto
 
@@ -113,7 +113,7 @@ def _causal_model(config: Mapping[str, Any]) -> str | None:
 
 
 def _unknown_type(config: object) -> str:
-    """Say that transformers has no model of the ``model_type``, "" if it has or there is none."""
+    """Say that transformers has no such ``model_type``; "" if it has, or if none is given."""
     name = config.get("model_type") if isinstance(config, dict) else None
     with contextlib.suppress(ImportError):
         import transformers

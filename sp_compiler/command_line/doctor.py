@@ -47,7 +47,7 @@ def version_option(
         ),
     ] = False,
 ) -> None:  # fmt: skip
-    """Take the options of ``sp-compiler`` itself, in front of a command."""
+    """Take the options of ``sp-compiler`` itself, which come before a command."""
 
 
 def examine() -> list[Fact]:
@@ -57,7 +57,7 @@ def examine() -> list[Fact]:
 
 def _versions() -> Iterator[Fact]:
     yield Fact("python", platform.python_version())
-    # From the package's own metadata, so that nobody has to write the versions twice.
+    # From the package's own metadata, so that the versions are written only once.
     for text in requires("sp-compiler") or ():
         requirement = Requirement(text)
         if requirement.marker is not None:  # of an extra
@@ -70,7 +70,7 @@ def _versions() -> Iterator[Fact]:
         admitted = requirement.specifier.contains(installed, prereleases=True)
         note = "" if admitted else f", {requirement.specifier} is needed"
         yield Fact(requirement.name, f"{installed}{note}", admitted)
-    for name in ("transformers", "peft", "matplotlib"):  # what a report of an error should say
+    for name in ("transformers", "peft", "matplotlib"):  # for bug reports
         with contextlib.suppress(PackageNotFoundError):
             yield Fact(name, version(name))
 
@@ -100,18 +100,18 @@ def _group() -> Iterator[Fact]:
     names = [
         name for name in ("nccl", "gloo", "mpi") if getattr(distributed, f"is_{name}_available")()
     ]
-    # NCCL for GPUs, gloo for CPUs; without any of them no two ranks can talk.
+    # NCCL for GPUs, gloo for CPUs; without any of them ranks cannot communicate.
     yield Fact("backends", ", ".join(names) or "none", bool(names))
-    # Read, not started: a group that hangs would take this report with it.
+    # Only read, not started: a group that hangs would also hang this report.
     if "RANK" in os.environ:
         rank, size = os.environ["RANK"], os.environ.get("WORLD_SIZE", "?")
-        yield Fact("group", f"rank {rank} of {size}, started by torchrun or the like")
+        yield Fact("group", f"rank {rank} of {size}, started by torchrun or a similar launcher")
     else:
         yield Fact("group", "none here: torchrun --nproc-per-node N starts one")
 
 
 class _Small(nn.Module):
-    """Two products with a nonlinearity between, the least that is sharded."""
+    """Two linear layers and a nonlinearity, the smallest model that is sharded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,9 +124,9 @@ class _Small(nn.Module):
 def _small_model() -> Fact:
     start = time.perf_counter()
     try:
-        # Compiling alone would not show kernels or a torch that give wrong numbers.
+        # Compiling alone would not reveal kernels or a torch build with wrong results.
         report = verify(_Small(), ((torch.randn(4, 8),), {}), tp=2)
-    except Exception as error:  # whatever it is, it is what this command is run to find
+    except Exception as error:  # any error is what this command looks for
         return Fact("a small model", f"{type(error).__name__}: {error}", ok=False)
     seconds = time.perf_counter() - start
     text = f"compiled and verified on 2 simulated ranks in {seconds:.1f} s"

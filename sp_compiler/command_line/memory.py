@@ -25,7 +25,7 @@ def memory_text(grid_plan: GridPlan) -> str:
     """Return the stages, then the parts of the fullest one, down to the tensors of a layer, as
     text."""
     plan, stages = grid_plan.microbatch, grid_plan.stages
-    # It decides whether the model fits; the first stages hold most microbatches.
+    # The fullest stage decides whether the model fits.
     number, stage = max(enumerate(stages), key=lambda each: each[1].total_bytes)
     alone = (
         f"One microbatch keeps {bytes_text(plan.activation_bytes)} if all layers are on one rank"
@@ -45,21 +45,21 @@ def _parts(stage: StagePlan, grid: GridSizes) -> Iterator[tuple[str, str, str]]:
         size = bytes_text(stage.state_bytes * num_bytes / STATE_BYTES)
         yield name, size, f"{num_bytes} B x {stage.parameters:,} parameters{sharded}"
     if stage.gathered_bytes:
-        yield "gathered", bytes_text(stage.gathered_bytes), "what FSDP2 holds unsharded beside them"
+        yield "gathered", bytes_text(stage.gathered_bytes), "held unsharded by FSDP2 in addition"
     chunks = "" if len(stage.chunks) == 1 else f" of {len(stage.chunks)} chunks"
     yield (
         "activations",
         bytes_text(stage.activation_bytes),
         f"of {stage.in_flight} microbatches in flight{chunks}",
     )
-    yield "working", bytes_text(stage.working_bytes), "the most that one layer makes beside them"
+    yield "working", bytes_text(stage.working_bytes), "the most that a layer allocates in addition"
     yield "total", bytes_text(stage.total_bytes), ""
 
 
 def _blocks(plan: Plan, stage: StagePlan) -> Iterator[str]:
     """Yield the tensors that one call of each block in ``stage`` saves, the largest first."""
     paths = {path for chunk in stage.chunks for path in chunk}
-    # Blocks whose layers are all on other stages have no share in this one.
+    # Blocks whose layers are all on other stages are left out.
     for block in plan.blocks:
         count = sum(path in paths for path in block.paths if path)
         # Shared tensors are held once, by the call that made them.
@@ -72,7 +72,7 @@ def _blocks(plan: Plan, stage: StagePlan) -> Iterator[str]:
             (each.name, bytes_text(each.num_bytes), each.module or each.op, each.reason)
             for each in kept[:_LARGEST]
         ]
-        # Summed up, so that the rows add up to the total above them.
+        # As one row, so that the rows add up to the total above them.
         rest = sum(each.num_bytes for each in kept[_LARGEST:])
         if rest:
             rows.append((f"{len(kept) - _LARGEST} more", bytes_text(rest), "", ""))

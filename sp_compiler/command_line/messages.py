@@ -1,4 +1,4 @@
-"""What a command says beside its result."""
+"""Messages of a command in addition to its result."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from sp_compiler.base.errors import ArgumentError
 
 
 class UsageError(ArgumentError):
-    """A command that was put together wrong, which its help can show right."""
+    """A command with wrong arguments; the error points to the command's ``--help``."""
 
 
 class Note(UserWarning):
-    """What a command says on stderr beside its result."""
+    """A message of a command on stderr, in addition to its result."""

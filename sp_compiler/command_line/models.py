@@ -1,4 +1,4 @@
-"""Loading of the model of a command from its arguments."""
+"""Loading of a command's model from its arguments."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sp_compiler.trace.arguments import ExampleInputs, checked_inputs
 
 BATCH, SEQUENCE = 1, 1024
 """Sizes of the example inputs, unless the model has fewer positions."""
-# Heads of transformers whose labels are one token each; the others' have shapes of their own.
+# Heads of transformers that take one label per token; labels of others have different shapes.
 _TOKEN_LABELS = ("ForCausalLM", "ForMaskedLM", "LMHeadModel", "ForConditionalGeneration")
 
 
@@ -43,10 +43,10 @@ class Loaded:
 
     @property
     def inputs_text(self) -> str:
-        """What a result is about, such as "inputs: input_ids int64[1, 128]; float32"."""
+        """The inputs of a result, such as "inputs: input_ids int64[1, 128]; float32"."""
         args, kwargs = self.example_inputs
         names = inspect.signature(self.model.forward).parameters
-        # Behind the last name come further ones of ``*args``.
+        # Arguments after the last name are elements of ``*args``.
         named = [*zip_longest(list(names)[: len(args)], args, fillvalue="..."), *kwargs.items()]
         texts = [f"{name} {_input_text(value)}" for name, value in named]
         dtypes = dict.fromkeys(dtype_name(each.dtype) for each in self.model.parameters())
@@ -84,10 +84,10 @@ def load(
         batch: number of sequences in the example inputs, if the callable returns none.
         sequence: number of tokens per sequence.
         dtype: dtype of the parameters, such as "bfloat16"; ``None`` for the model's own.
-        device: "meta" to build it without memory.
+        device: "meta" to build the model without memory.
 
     Raises:
-        UsageError: none or both are given, or ``source`` is no such text.
+        UsageError: none or both are given, or ``source`` is neither of these.
         ArgumentError: the name does not exist, sizes are given although the
             callable returns inputs, or a configuration's model does not fit in memory in float64.
         UnsupportedError: transformers is needed and not installed.
@@ -112,8 +112,8 @@ def load(
     for option, size in (("--batch", batch), ("--sequence", sequence)):
         if inputs is not None and size is not None:
             raise ArgumentError(
-                f"{option} {size}: {source} returns inputs of its own; leave it out, or let it "
-                "return the model alone"
+                f"{option} {size}: {source} returns its own inputs; leave {option} out, or let the "
+                "callable return only the model"
             )
     if not isinstance(model, nn.Module):
         raise ArgumentError(
@@ -127,7 +127,7 @@ def load(
             raise ArgumentError(f"{source} returned a model and inputs; {error}") from error
     # After the callable, which need not know of the option.
     model = model if to_dtype is None else model.to(to_dtype)
-    # Models with learned positions end at their last one.
+    # A model with learned positions cannot take longer sequences.
     most = getattr(getattr(model, "config", None), "max_position_embeddings", None) or SEQUENCE
     length = sequence or min(SEQUENCE, most)
     return Loaded(model, inputs or _example(model, batch or BATCH, length, device))
@@ -147,7 +147,7 @@ def _preset(
         _example(model, batch, sequence, device),
         preset["tp"],
         preset["pp"],
-        # As many as make the published global batch; a batch larger than that is one microbatch.
+        # Enough for the published global batch; a larger batch is one microbatch.
         max(1, preset["global_batch"] // batch),
     )
 
@@ -159,31 +159,31 @@ def _called(source: str, device: str) -> Any:
         raise ArgumentError(f"{source!r} is a file: write {module_name}:{name}")
     if not all(part.isidentifier() for part in module_name.split(".")):
         raise UsageError(
-            f"{module_name!r} is no name of a module: expected package.module:callable, found from "
-            f"{Path.cwd()} and the installed packages"
+            f"{module_name!r} is not a module name: expected package.module:callable, found in "
+            f"{Path.cwd()} or the installed packages"
         )
-    # As ``python -m`` does: a model of the folder in which the command is run.
+    # As ``python -m`` does, so that a model in the current folder is found.
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
         module = importlib.import_module(module_name)
     except SystemExit as error:
         raise ArgumentError(
-            f"importing {module_name} ended the process (exit {error.code}): guard what it runs as "
-            'a script with if __name__ == "__main__"'
+            f"importing {module_name} ended the process (exit {error.code}): guard the code that "
+            'it runs as a script with if __name__ == "__main__"'
         ) from error
     except ModuleNotFoundError as error:
-        # A package that the user's module lacks is the user's own message to read.
+        # If the user's module lacks a package, the user needs Python's own message.
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
         raise UsageError(
-            f"no module {error.name!r}: {source!r} is read as package.module:callable, from "
-            f"{Path.cwd()} and the installed packages"
+            f"no module {error.name!r}: {source!r} is read as package.module:callable, found in "
+            f"{Path.cwd()} or the installed packages"
         ) from error
     function: Callable[[], Any] | None = getattr(module, name, None)
     if not callable(function):
         public = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
-        # Its own first: what it imports is rarely meant, and may be a hundred names.
+        # Its own names first: imported ones are rarely meant, and may be a hundred.
         public.sort(key=lambda key: getattr(vars(module)[key], "__module__", "") != module_name)
         near = did_you_mean(name, public)
         raise ArgumentError(
@@ -193,18 +193,18 @@ def _called(source: str, device: str) -> Any:
     try:
         with torch.device(device):
             return function()
-    except SystemExit as error:  # its code would be this command's answer
+    except SystemExit as error:  # its exit code would become this command's
         raise ArgumentError(
-            f"{source} ended the process (exit {error.code}) where it should return a model"
+            f"{source} ended the process (exit {error.code}) instead of returning a model"
         ) from error
 
 
 def _check_callable(source: str, function: Callable[..., Any]) -> None:
-    """Raise an error for what cannot be called without arguments."""
+    """Raise an error unless ``function`` can be called without arguments to build a model."""
     if isinstance(function, nn.Module):
         raise ArgumentError(
-            f"{source} is a model, made without the options of this command: expected a function "
-            f"that makes it, or its class {type(function).__name__} if that needs no arguments"
+            f"{source} is a model, built without the options of this command: expected a function "
+            f"that builds it, or its class {type(function).__name__} if that needs no arguments"
         )
     if needed := _needed(function):
         raise ArgumentError(
@@ -213,8 +213,8 @@ def _check_callable(source: str, function: Callable[..., Any]) -> None:
 
 
 def _needed(function: Callable[..., Any]) -> list[str]:
-    """Names of the arguments without which ``function`` cannot be called."""
-    with contextlib.suppress(ValueError):  # of a builtin, which has no signature
+    """Names of the required arguments of ``function``."""
+    with contextlib.suppress(ValueError):  # a builtin has no signature
         parameters = inspect.signature(function).parameters.values()
         given = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         return [p.name for p in parameters if p.default is p.empty and p.kind not in given]
@@ -229,7 +229,7 @@ def _configured(config: dict[str, Any], device: str) -> nn.Module:
         raise UnsupportedError(
             "presets and config.json need transformers: pip install 'sp-compiler[examples]'"
         ) from error
-    # HuggingFace writes a list, which has one class.
+    # HuggingFace writes a list with one class.
     (name, *_) = config["architectures"]
     model_class = getattr(transformers, name, None)
     if model_class is None:
@@ -239,12 +239,14 @@ def _configured(config: dict[str, Any], device: str) -> nn.Module:
             "a model, such as LlamaForCausalLM"
         )
     if not (isinstance(model_class, type) and hasattr(model_class, "config_class")):
-        raise ArgumentError(f"{name} of transformers is no model, such as LlamaForCausalLM")
-    # Before transformers reads it, whose error names no field.
+        raise ArgumentError(
+            f"{name} of transformers is not a model: expected one such as LlamaForCausalLM"
+        )
+    # Before transformers reads it, as its error does not name the field.
     field = "dtype" if "dtype" in config else "torch_dtype"
     dtype = _dtype(f"the configuration's {field}", config.get(field))
     fields = {key: value for key, value in config.items() if key != "architectures"}
-    # A cache of keys and values is for generation, and would be switched off with a word.
+    # A key/value cache is for generation; transformers would switch it off with a warning.
     known = model_class.config_class(**{**fields, "use_cache": False})
     if device != "meta":
         with torch.device("meta"):
@@ -255,12 +257,12 @@ def _configured(config: dict[str, Any], device: str) -> nn.Module:
 
 
 def _check_memory(model: nn.Module) -> None:
-    # Numbers are compared in float64, whatever the model's own dtype.
+    # Results are compared in float64, whatever the model's own dtype.
     needed = 8 * sum(parameter.numel() for parameter in model.parameters())
     free = _free_bytes()
     if needed > free:
         raise ArgumentError(
-            f"the parameters of {type(model).__name__} take {bytes_text(needed)} in float64, and "
+            f"the parameters of {type(model).__name__} take {bytes_text(needed)} in float64, but "
             f"{bytes_text(int(free))} of memory are free: give a config.json with fewer layers and "
             "a smaller vocab_size and hidden_size"
         )
@@ -284,7 +286,7 @@ def _example(model: nn.Module, batch: int, sequence: int, device: str) -> Exampl
             f"{type(model).__name__}.forward takes {', '.join(parameters)} and no input_ids: let "
             "the callable return (model, (args, kwargs))"
         )
-    # The vocabulary is not asked for: 0 is a token of every one.
+    # Token 0 exists in every vocabulary.
     ids = torch.zeros(batch, sequence, dtype=torch.int64, device=device)
     labelled = "labels" in parameters and type(model).__name__.endswith(_TOKEN_LABELS)
     return (), {"input_ids": ids, **({"labels": ids} if labelled else {})}

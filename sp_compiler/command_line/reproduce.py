@@ -1,4 +1,4 @@
-"""Repetition of a failed compilation from its folder."""
+"""Reproduction of a failed compilation from its folder."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from sp_compiler.verification.verify import Step, Tensors
 
 
 def reproduce(folder: Path) -> None:
-    """Compile the graph in ``folder``, and verify its numbers if the original call did.
+    """Compile the graph in ``folder``, and verify its results if the original call did.
 
     Raises:
         Exception: the error of the compilation that failed.
     """
     failed = FailedCompilation.load(folder / SAVED)
-    # First: sharding reads the table of rules, which has none of the user's in this process.
+    # First, because sharding reads the table of rules, and this process lacks the user's rules.
     for arguments, options in failed.rules:
         rule(*arguments, **options)
     step = _SavedStep.of_failed(failed)
-    # A copy, as passes rewrite it and the comparison reads it afterwards.
+    # A copy, as passes rewrite the graph and the comparison reads the original afterwards.
     captured, run = step.capture(), PassRunner()
     compiled = compile_captured(
         captured, failed.options, failed.name, failed.fixed, "unsharded", run
@@ -46,7 +46,7 @@ class _SavedStep(Step):
     def of_failed(cls, failed: FailedCompilation) -> _SavedStep:
         captured = failed.captured
         pairs = list(zip(captured.refs, captured.placeholders, strict=True))
-        # Without values: a comparison takes random ones.
+        # Without values: the comparison uses random ones.
         params: dict[str, Tensor] = {
             ref.name: nn.Parameter(
                 torch.empty_like(node.meta["val"], device="meta"),

@@ -33,9 +33,9 @@ from sp_compiler.command_line.models import SEQUENCE, Loaded, load, presets
 from sp_compiler.options import Options
 from sp_compiler.trace.capture_errors import ADVICE
 
-# Apart, so that a CI can tell "no" from "could not find out"; 2 is what typer uses itself.
+# Separate codes, so that a CI job can tell "no" from "could not find out"; typer itself uses 2.
 FAILED, USAGE, BROKEN = 1, 2, 3
-"""Exit codes: the answer is no; the command was typed wrong; the model could not be compiled."""
+"""Exit codes: the answer is no; wrong usage; the model could not be compiled."""
 
 
 def _preset_names() -> list[str]:
@@ -44,7 +44,7 @@ def _preset_names() -> list[str]:
 
 _OBJECTS = ("hints", "passes")
 _OPTIONS = [name for name in Options.__annotations__ if name not in _OBJECTS]
-"""What ``-o`` takes: all but those whose values are Python's objects."""
+"""Names that ``-o`` takes: all options except those whose values are Python objects."""
 _OTHER_WAYS = {
     "tp": "give --tp",
     "mesh": "plan has --mesh",
@@ -81,30 +81,30 @@ class Request:
         int | None,
         typer.Option(
             min=1,
-            help=f"Tokens; the preset's or {SEQUENCE}, if the model has so many.",
+            help=f"Tokens per sequence; the preset's, or {SEQUENCE} or the model's maximum.",
         ),
     ] = None
     dtype: Annotated[
         str | None,
-        typer.Option(help="Of the parameters; the model's own, of a preset bfloat16."),
+        typer.Option(help="Of the parameters; the model's own, or bfloat16 for a preset."),
     ] = None
     option: Annotated[
         list[str] | None,
         typer.Option(
             "--option",
             "-o",
-            help="One of compile's, as NAME=VALUE: -o recompute=full. Repeatable.",
+            help="An option of compile, as NAME=VALUE: -o recompute=full. Repeatable.",
             autocompletion=_option_names,
         ),
     ] = None
     json: Annotated[bool, typer.Option("--json", help="JSON for a program to read.")] = False
-    traceback: Annotated[bool, typer.Option("--traceback", help="Python's own errors.")] = False
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show Python tracebacks.")] = False
 
     def load(self, device: str = "meta") -> Loaded:
         """Build the model on ``device``."""
-        # What can be typed wrong is refused before the minutes that a large model takes.
+        # Usage errors are raised before the model is built, which may take minutes.
         _ = self.options
-        # Without memory to fill it takes seconds, of which a log says nothing.
+        # On the meta device it takes only seconds, which need no line in a log.
         with progress("building the model", is_long=device != "meta"):
             return load(
                 self.model,
@@ -117,14 +117,14 @@ class Request:
 
     def ranks(self, loaded: Loaded) -> int:
         """Number of tensor-parallel ranks."""
-        # 8: the devices of one machine, between which links are fast enough.
+        # 8: a machine usually has 8 devices with fast links between them.
         return self.tp or loaded.tp or 8
 
     @property
     def options(self) -> Any:
         """Options of the compilation, as ``compile`` takes them."""
         pairs = [text.partition("=") for text in self.option or ()]
-        # Checked here, where the option's own spelling is known; values are compile's to check.
+        # Checked here, where the spelling of the option is known; compile checks the values.
         for name, equals, _ in pairs:
             if not equals:
                 raise ArgumentError(f"-o {name}: expected NAME=VALUE, such as recompute=full")
@@ -133,24 +133,24 @@ class Request:
         for name in names:
             if names.count(name) > 1:
                 raise ArgumentError(f"-o {name} is given {names.count(name)} times: give it once")
-        # Both spellings: options of a terminal have hyphens, those of compile underscores.
+        # Both forms: command-line options have hyphens, those of compile underscores.
         return {name: _value(text) for name, (_, _, text) in zip(names, pairs, strict=True)}
 
 
 def _check_option(text: str) -> None:
-    """Raise an error for a name that is none of the options of the compilation."""
+    """Raise an error for a name that is not an option of the compilation."""
     name = text.replace("-", "_")
     if name in _OPTIONS:
         return
     if name in _OTHER_WAYS:
         raise ArgumentError(f"-o {text}: {_OTHER_WAYS[name]}")
     if name in inspect.signature(compile_model).parameters:
-        raise ArgumentError(f"-o {text}: compile has it for ranks that train; no command needs it")
+        raise ArgumentError(f"-o {text}: an option of compile for training; no command takes it")
     raise ArgumentError(f"-o {text}: {expected_one_of(name, _OPTIONS)}")
 
 
 def _value(text: str) -> Any:
-    # A number, True or a dict as Python writes it; any other word is itself.
+    # A Python literal such as a number, True or a dict; anything else is a string.
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
@@ -169,7 +169,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
         for name, parameter in inspect.signature(Request).parameters.items()
     ]
-    # Positional ones first: the model, then what a command takes beside it.
+    # Positional ones first: the model, then the command's own arguments.
     parameters = [*shared[:1], *own, *shared[1:]]
 
     @functools.wraps(function)
@@ -192,7 +192,7 @@ class Refused(Exception):
 def failures(name: str, *, traceback: bool) -> Iterator[None]:
     """Context that turns an error of a command into one line, a hint and an exit code."""
     errors = Console(file=sys.stderr, highlight=False, soft_wrap=True)
-    # What compile warns of, a plan lists; and torch writes pages when it cannot capture a model.
+    # A plan lists what compile warns of, and torch logs pages when it cannot capture a model.
     silence = contextlib.nullcontext() if traceback else _silence()
     try:
         with warnings.catch_warnings(), silence:
@@ -202,7 +202,7 @@ def failures(name: str, *, traceback: bool) -> Iterator[None]:
             yield
     except typer.Exit:
         raise
-    # On stderr, so that what is on stdout stays a table or JSON alone.
+    # On stderr, so that stdout has only a table or JSON.
     except Refused as no:
         errors.print(str(no), markup=False)
         raise typer.Exit(FAILED) from no
@@ -211,7 +211,7 @@ def failures(name: str, *, traceback: bool) -> Iterator[None]:
             errors.print(traceback_module.format_exc(), markup=False)
         lines = (str(error).strip() or type(error).__name__).splitlines()
         kind = "" if isinstance(error, SPCompilerError) else f"{type(error).__name__}: "
-        # Validation of configurations names the field in one line and what is wrong in the next.
+        # Validation of configurations names the field in one line and the problem in the next.
         num_shown = 2 if lines[0].endswith(":") else 1
         shown = " ".join(line.strip() for line in lines[:num_shown]) + _place(error)
         is_cut = len(lines) > 1 and not traceback
@@ -226,10 +226,10 @@ def failures(name: str, *, traceback: bool) -> Iterator[None]:
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        # A log of passes that the user asks for goes to stderr too.
+        # A log of passes, if the user asked for it, goes to stderr too.
         if not os.environ.get(LOG_VARIABLE):
             stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
-        # Their handlers have the stream of the moment when torch was imported.
+        # Their handlers hold the stream that was stderr when torch was imported.
         for name, logger in logging.root.manager.loggerDict.items():
             if name.partition(".")[0] == "torch" and isinstance(logger, logging.Logger):
                 stack.enter_context(mock.patch.object(logger, "handlers", []))
@@ -237,29 +237,29 @@ def _silence() -> Iterator[None]:
 
 
 def _place(error: Exception) -> str:
-    """The line of the model at which ``error`` came up, where its first line has none."""
+    """The line of the model that caused ``error``, if the error's first line names none."""
     if isinstance(error, CaptureError):
         first, _, rest = str(error).partition("\n")
         lines = re.findall(r"^ {4}(\S+:\d+: .*)", rest, re.MULTILINE)
         return f", at {lines[-1]}" if lines and not re.search(r"\.py:\d+ ", first) else ""
-    # Python's text of a syntax error has the file.
+    # Python's message of a syntax error has the file.
     if isinstance(error, (SPCompilerError, SyntaxError)):
         return ""
     packages = {Path(__file__).parents[1], Path(torch.__file__).parent}
     frames = traceback_module.extract_tb(error.__traceback__)
     own = [frame for frame in frames if packages.isdisjoint(Path(frame.filename).parents)]
-    # Frozen importlib has no file, and is between the command and a module that it imports.
+    # Frames of frozen importlib, between the command and an imported module, have no file.
     own = [frame for frame in own if Path(frame.filename).is_file()]
     return f", at {own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
 def _hint(name: str, error: Exception, is_cut: bool) -> str:
-    """Say where there is more to read; "" if the error itself says what to do."""
+    """Say where to read more; "" if the error itself says what to do."""
     if isinstance(error, UsageError):
         return f"sp-compiler {name} --help has the arguments and examples"
     if isinstance(error, ArgumentError):
         return ""
-    # The commands build on the meta device, which the user did not ask for.
+    # Commands build models on the meta device, which the user did not ask for.
     if isinstance(error, CaptureError) and "on the meta device" in str(error):
         return "make these inputs with device='cpu'; --traceback shows the rest"
     if isinstance(error, CaptureError) and ADVICE in str(error):
@@ -268,7 +268,7 @@ def _hint(name: str, error: Exception, is_cut: bool) -> str:
         return "--traceback shows the rest, with the line of the model"
     if isinstance(error, SPCompilerError):
         return "docs/limitations.md lists what is not supported; --traceback shows where"
-    # What is no error of ours came through us from the model's constructor or forward.
+    # Other errors came from the model's constructor or forward.
     return "the model's own code raised this; --traceback shows where"
 
 
@@ -289,15 +289,15 @@ def check_writable(option: str, path: Path | None) -> None:
 
 @contextlib.contextmanager
 def progress(text: str, *, is_long: bool = True) -> Iterator[None]:
-    """Context that says on stderr which step begins; what the step prints goes there too.
+    """Context that announces a step on stderr; output of the step goes there too.
 
     Args:
-        is_long: whether to say it where there is no terminal as well.
+        is_long: whether to announce it also if stderr is not a terminal.
     """
-    # The process's own, for what a command runs cannot write there.
+    # The process's own stderr, to which the code that a command runs cannot write.
     terminal = Console(file=sys.__stderr__, highlight=False, soft_wrap=True)
     is_spinning = terminal.is_terminal and not os.environ.get("CI")
-    # A spinner in the log of a job would be a thousand lines; of several ranks one speaks.
+    # A spinner in a job's log would be a thousand lines; only rank 0 of several reports.
     if is_long and not is_spinning and os.environ.get("RANK", "0") == "0":
         terminal.print(f"{text} ...", markup=False)
     with terminal.status(f"{text} ...") if is_spinning else contextlib.nullcontext(), _to_stderr():

@@ -2,15 +2,15 @@
 
 There are four steps, each for the nodes that earlier ones did not match:
 
-1. placeholders and attributes by name, then by position; the output; operators by name where they
+1. placeholders and attributes by name, then by position; the output; operators by name if they
    were made from the same nodes;
 2. nodes of the second graph that were made from a node of the first (``meta["source"]``), or that
    go back to the same node of the captured model (``meta["root"]``, else ``meta["source"]``), in
-   order within such a group. Where one node became several, they are the *expansion* of one of
-   them, which stands for the value;
+   order within such a group. If one node became several, they are its *expansion*, and one of them
+   represents the value;
 3. nodes with the same operator and matching operands, in topological order, so that a match spreads
    to its users;
-4. a long common subsequence of operators, a match at a time, each followed by step 3.
+4. a long common subsequence of operators, one match at a time, each followed by step 3.
 
 Values are followed through inserted and removed nodes: if ``linear(x)`` became
 ``linear(convert(x))``, the operand still matches.
@@ -36,12 +36,12 @@ from sp_compiler.trace.autograd_functions import may_be_same
 
 _Key = Callable[[Node], str]
 _NAMED = ("placeholder", "get_attr")
-# Matching one pair at a time takes a search among all unmatched nodes for each: this often, and up
-# to this many pairs of unmatched nodes.
+# Matching one pair at a time searches all unmatched nodes for each pair: at most this many rounds,
+# and only up to this many pairs of unmatched nodes.
 _MAX_ROUNDS, _MAX_ROUND_PAIRS = 20, 100_000
 # Beyond this many, nodes that are still unmatched are reported as removed and inserted.
 _MAX_PAIRS = 4_000_000
-# Extra nodes that a value is followed through: a graph that is one long chain has no end of them.
+# Number of extra nodes through which a value is followed: a long chain may have any number.
 _MAX_PASSED = 64
 
 
@@ -61,9 +61,9 @@ class Alignment:
         self.back: dict[Node, Node] = {}
         self.expansions: dict[Node, list[Node]] = {}
         self._owner: dict[Node, Node] = {}
-        # Asked for again with every candidate, while no graph changes.
+        # Cached, as every candidate needs them and no graph changes.
         self._operands = cache(tensor_operands)
-        # From the certain to the guessed: what an early step matched, a later one takes as given.
+        # From certain matches to guesses: later steps do not revise earlier matches.
         self._match_named()
         computed = [node for node in (*self.before, *self.after) if node.op not in _NAMED]
         if any("root" in node.meta or "source" in node.meta for node in computed):
@@ -71,11 +71,11 @@ class Alignment:
             self._match_groups(_name_and_root, _source_and_root)
             self._match_groups(_root, _root)
         self._spread()
-        # Of graphs that no pass of ours made: what was captured in the same module.
+        # For graphs that no pass of ours made: nodes captured in the same module.
         self._match_groups(_captured_in, _captured_in)
         self._spread()
         self._match_rest()
-        # Last, for an operator that was replaced is known by nothing but its neighbours.
+        # Last, because a replaced operator can only be identified by its neighbours.
         self._match_replacements()
 
     @property
@@ -89,11 +89,11 @@ class Alignment:
     def same_value(self, old: Any, new: Any) -> bool:
         """Compare two arguments: literals by type and text, nodes by their matches."""
         if isinstance(old, Node) and isinstance(new, Node):
-            # Both ways: a conversion may have come on one side and another one gone on the other.
+            # Both ways: one conversion may have been inserted and another one removed.
             ends = set(self._values_after(new))
             return any(self.forth.get(value) in ends for value in self._values_before(old))
         if isinstance(old, dict) and isinstance(new, dict):
-            # In order: the pytree of a call's arguments has one, and a graph is called by it.
+            # In order, because a graph is called with the pytree of its arguments, which has one.
             return list(old) == list(new) and all(map(self.same_value, old.values(), new.values()))
         if isinstance(old, slice) and isinstance(new, slice):
             return self.same_value(_slice_parts(old), _slice_parts(new))
@@ -101,11 +101,11 @@ class Alignment:
             return len(old) == len(new) and all(map(self.same_value, old, new))
         if isinstance(old, Node) or isinstance(new, Node):
             return False
-        # By type as well: 1, 1.0 and True are equal in Python, and give results of other dtypes.
+        # By type as well: 1, 1.0 and True are equal in Python, but give results of other dtypes.
         return type(old) is type(new) and _text(old) == _text(new)
 
     def same_arguments(self, old: Node, new: Node) -> bool:
-        """Return whether two matched nodes compute the same of the same values.
+        """Return whether two matched nodes compute the same from the same values.
 
         For a replaced or expanded operator only the tensor operands are compared.
         """
@@ -117,7 +117,7 @@ class Alignment:
         if not _same_operator(old, new):
             return self.same_value(self._operands(old), self._operands(new))
         before, after = _named_arguments(old), _named_arguments(new)
-        # The number of an autograd function's call means nothing by itself.
+        # The number that identifies an autograd function's call is not compared.
         is_function = old.target is torch.ops.sp_compiler_function.apply.default
         if is_function and not may_be_same(before.pop("call"), after.pop("call")):
             return False
@@ -182,8 +182,8 @@ class Alignment:
                         self._match(node, by_key.pop(key(node)))
             old = [node for node in old if node not in self.forth]
             new = [node for node in new if self._is_inserted(node)]
-            # Two models that call their inputs otherwise have as many of them, in the order of
-            # their forward.
+            # Two models whose inputs have different names may have the same number of inputs, in
+            # the order of their forward.
             if len(old) == len(new):
                 for pair in zip(old, new, strict=True):
                     self._match(*pair)
@@ -200,13 +200,13 @@ class Alignment:
                 self._match(counterpart, new)
 
     def _match_groups(self, old_key: _Key, new_key: _Key) -> None:
-        """Match nodes with equal keys, which came from the same captured node."""
+        """Match nodes with equal keys, which come from the same captured node."""
         old_groups = _groups(self._open_before(), old_key)
         new_groups = _groups(self._open_after(), new_key)
         for group, old in old_groups.items():
             new = new_groups.get(group, [])
-            # With literals first, so that of two equal operators each finds its own: reshape to 3
-            # dims, to 4.
+            # With literals first, to distinguish equal operators such as a reshape to 3 dims and
+            # one to 4.
             for key in (_signature, render_target):
                 self._match_sequence(old, new, key)
                 old = [node for node in old if node not in self.forth]
@@ -218,7 +218,7 @@ class Alignment:
                 value = _value_node(new)
                 self._match(old[0], value)
                 self.expansions[old[0]] = new
-                # Users of any part are users of the value: an expansion counts as one node.
+                # Users of any part count as users of the value: an expansion is like one node.
                 self._owner.update({node: value for node in new if node is not value})
 
     def _match_sequence(
@@ -241,15 +241,15 @@ class Alignment:
                 old for old in self._users_of_same(node) if self._same_operands(old, node)
             ]
             if candidates:
-                # Of several the first one, so that the same graphs give the same pairs each time.
+                # The first of several, so that the same graphs always give the same pairs.
                 exact = [old for old in candidates if self.same_arguments(old, node)]
                 self._match(min(exact or candidates, key=position.__getitem__), node)
 
     def _spread_to_namesakes(self) -> None:
         """Match nodes of equal names that compute the same.
 
-        Else another node that computes the same as well would take the place of one of them, which
-        would then take that of the next.
+        Otherwise another node that computes the same could be matched instead, which would shift
+        all following matches.
         """
         old = {node.name: node for node in self._open_before()}
         for node in self._open_after():
@@ -263,10 +263,10 @@ class Alignment:
         operands = self._operands(new)
         if not operands:
             return [old for old in self._open_before() if _same_operator(old, new)]
-        # Not by ``reach``: whether a user is passed through depends on the operand it is met by.
+        # Not by ``reach``, as it depends on the operand whether a user is passed through.
         values = [self.back[v] for v in self._values_after(operands[0]) if v in self.back]
         unmatched: dict[Node, None] = {}
-        # The nearest first, which are the likeliest; the list grows.
+        # The nearest first, because they are the most likely; the list grows.
         for value in values:
             if len(unmatched) > _MAX_PASSED:
                 break
@@ -283,8 +283,8 @@ class Alignment:
     def _match_rest(self) -> None:
         """Match along the longest common subsequence of operators, one pair at a time if
         possible."""
-        # One pair at a time: after each match its users can match by their operands, which is worth
-        # more than the next pair of equal operators.
+        # One pair at a time: after each match its users can match by their operands, which is more
+        # reliable than the next pair of equal operators.
         for _ in range(_MAX_ROUNDS):
             old, new = self._open_before(), self._open_after()
             if len(old) * len(new) > _MAX_ROUND_PAIRS:
@@ -296,8 +296,8 @@ class Alignment:
             self._match_sequence(old, new, render_target)
 
     def _match_replacements(self) -> None:
-        """Match remaining nodes with the same operands and users, or with the same operands and
-        alone in their module: the operator was replaced."""
+        """Match remaining nodes with the same operands and users, or with the same operands if each
+        is the only one in its module: the operator was replaced."""
         position = {node: index for index, node in enumerate(self.after)}
         for old in self._open_before():
             # Only an operand of its users' counterparts can have the same users.
@@ -309,18 +309,18 @@ class Alignment:
                 if is_open and has_users and self._same_shared_operands(old, node):
                     self._match(old, node)
                     break
-        # Where a norm and the activation behind it were both replaced, neither has a matched user.
+        # If a norm and the activation after it were both replaced, neither has a matched user.
         new_groups = _groups(self._open_after(), module_path)
         for path, group in _groups(self._open_before(), module_path).items():
             both = [*group, *new_groups.get(path, [])]
-            # Conversions come and go with placements, beside the operators of a module.
+            # Conversions, which come and go with placements, are not operators of the module.
             is_pair = path and len(group) == 1 and len(both) == 2
             if is_pair and not any(map(placements_of, both)) and self._same_shared_operands(*both):
                 self._match(*both)
 
     def _same_shared_operands(self, old: Node, new: Node) -> bool:
         """Compare the operands, without parameters and inputs that only one side has."""
-        # A LayerNorm has a bias where an RMSNorm had none: it is the new operator's own.
+        # A LayerNorm has a bias that an RMSNorm lacks: it belongs to the new operator.
         before = [n for n in self._operands(old) if n.op not in _NAMED or n in self.forth]
         after = [n for n in self._operands(new) if n.op not in _NAMED or n in self.back]
         return self.same_value(before, after)
@@ -328,8 +328,8 @@ class Alignment:
 
 def _value_node(nodes: list[Node]) -> Node:
     """Return the node with the result among those that replaced an operator."""
-    # Sharding marks what it makes of a value; else it is what others read, and of several results
-    # the first, as the others (a seed, statistics) serve backward.
+    # Sharding marks the node with the value. Otherwise it is the node that others read; of several
+    # results, the first one, because the others (a seed, statistics) are for backward.
     placed = [node for node in nodes if "placement" in node.meta]
     outside = [node for node in nodes if any(user not in nodes for user in node.users)]
     main = [n for n in outside if n.target is not operator.getitem or n.args[1] == 0]
@@ -369,7 +369,7 @@ def _same_operator(old: Node, new: Node) -> bool:
 
 
 def _named_arguments(node: Node) -> Any:
-    """Return arguments by name if there is a schema, so that spellings of a call do not matter."""
+    """Return arguments by name if there is a schema, so that the form of a call does not matter."""
     if isinstance(node.target, OpOverload):
         return arguments(node)
     return (node.args, dict(node.kwargs))

@@ -27,7 +27,7 @@ def code_graphs(source: str) -> dict[str, Graph]:
     Nothing is executed. Values have the names of the text, and no shapes.
 
     Raises:
-        ArgumentError: no Python, or no class with functions.
+        ArgumentError: the text is not Python, or has no class with functions.
     """
     try:
         module = ast.parse(source)
@@ -57,7 +57,7 @@ def _aliases(module: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 class _Callable:
-    """What the text calls; the name is all that a comparison reads."""
+    """A function that the text calls; a comparison reads only its name."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = self.__qualname__ = name
@@ -84,7 +84,7 @@ class _Function:
 
     def _read_statement(self, statement: ast.stmt) -> None:
         match statement:
-            # When a value is freed says nothing of what is computed.
+            # The place where a value is freed does not affect what is computed.
             case ast.Delete() | ast.Pass() | ast.Expr(value=ast.Constant()):
                 pass
             case ast.Assign(targets=[target], value=value):
@@ -129,7 +129,7 @@ class _Function:
     def _literal(self, value: ast.expr) -> Any:
         try:
             return ast.literal_eval(value)
-        except ValueError:  # torch.float32, say
+        except ValueError:  # such as torch.float32
             text = ast.unparse(value)
             return self._aliases.get(text, text)
 

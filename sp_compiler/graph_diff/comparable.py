@@ -23,7 +23,7 @@ EXPECTED = (
     "a Module, compiled or with example_inputs, a stage of one, a Program, a Graph, GraphModule, "
     "ExportedProgram, or generated code as text or the path of a file"
 )
-# The name of the one graph of what has no regions.
+# Name of the only graph of an argument without regions.
 FLAT = ""
 
 
@@ -86,6 +86,6 @@ def _(value: nn.Module, example_inputs: ExampleInputs | None) -> Snapshot:
             "pass example_inputs=(args, kwargs), or compile it first"
         )
     args, kwargs = checked_inputs(value, example_inputs)
-    # Outlined, so that a model of 48 layers is as many graphs as it has distinct ones.
+    # Outlined, so that a model of 48 layers has one graph per distinct layer.
     program = to_program(capture(value, args, kwargs), CompileOptions())
     return Snapshot.of_program(name, program)

@@ -9,7 +9,7 @@ from sp_compiler.base.units import bytes_text
 from sp_compiler.ops.registry import Collective
 
 Fate = Literal["unchanged", "changed", "inserted", "removed"]
-"""Fate of a node on the way from the first graph to the second."""
+"""What happened to a node between the first graph and the second."""
 Kind = Literal[
     "unchanged",
     "replaced",
@@ -21,8 +21,8 @@ Kind = Literal[
     "collective",
     "removed",
 ]
-"""Kinds that a reader filters by: a changed node has one for each property that changed; inserted
-collectives are apart from other inserted nodes."""
+"""Kinds for filters: a changed node has one for each property that changed; inserted collectives
+are separate from other inserted nodes."""
 KINDS: tuple[Kind, ...] = Kind.__args__  # type: ignore[attr-defined]
 Field = Literal["target", "args", "value", "dtype", "shape", "placement", "recompute", "order"]
 
@@ -40,7 +40,7 @@ _KIND_OF: dict[Field, Kind] = {
 
 @dataclass(frozen=True)
 class Change:
-    """Change of one property of a node; "" means that there is none."""
+    """Change of one property of a node; "" means that it has none."""
 
     field: Field
     before: str
@@ -169,7 +169,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Totals:
-    """One side of a comparison, each graph as often as layers use it.
+    """Totals of one side of a comparison; each graph counts once per layer that uses it.
 
     Attributes:
         name: name of the side: a stage, or the type of the argument.
@@ -207,7 +207,7 @@ class Equal:
 
 @dataclass(frozen=True)
 class Repeat:
-    """Entries that repeat with other names, as in equal layers of a flat graph.
+    """Entries that repeat with different names, as in equal layers of a flat graph.
 
     Attributes:
         first: the entries to show.

@@ -1,7 +1,7 @@
 """Differences between two graphs, programs or stages of a compilation.
 
 Graphs are compared node by node, after :mod:`sp_compiler.graph_diff.align` has matched their nodes;
-different names and different spellings of the same call do not count.
+different names and different forms of the same call do not count.
 """
 
 from __future__ import annotations
@@ -49,29 +49,30 @@ def diff(a: Comparable, b: Comparable, *, example_inputs: ExampleInputs | None =
     ``"Block.backward"`` is an added graph. A single graph is compared with the forward of a stage
     of one region.
 
-    Names of nodes and different spellings of the same call are not differences. Neither side is
+    Names of nodes and different forms of the same call are not differences. Neither side is
     changed; 10,000 nodes take a few seconds.
 
     Args:
         a: the first side: a module, a stage of a compilation, a ``Program``, an FX graph or graph
             module, an exported program, or generated code: its text, or the path of a file.
-        b: the second side, as ``a``.
+        b: the second side, like ``a``.
         example_inputs: (args, kwargs) of a call, for uncompiled modules.
 
     Raises:
-        ArgumentError: an argument of another type, text that is no generated code, an uncompiled
-            module without ``example_inputs``, or a single graph against a stage of several regions.
+        ArgumentError: an argument of another type, text that is not generated code, an uncompiled
+            module without ``example_inputs``, or a single graph compared with a stage of several
+            regions.
         CaptureError: an uncompiled module cannot be captured.
     """
-    # By the true class: a compiled module says that it is of the model's.
+    # By ``type()``, because ``__class__`` of a compiled module is the model's class.
     first, second = (snapshot_of.dispatch(type(each))(each, example_inputs) for each in (a, b))
-    # By name or not at all: regions of two models that have nothing in common but their order would
-    # be compared as if one had become the other.
+    # Only by name: matching by position would compare regions of two models that have nothing in
+    # common but their order.
     first, second = _named_like(first, second), _named_like(second, first)
     sections = []
     for title, name, old, new in _pairs(first, second):
         paths = set(first.paths(name)), set(second.paths(name))
-        # A name may stand for other layers on either side: only the common ones changed like this.
+        # A name may mean different layers on each side: count only the common ones.
         count = len(paths[0] & paths[1]) or max(1, *map(len, paths))
         section = _section(title, count, old, new)
         if section is not None:
@@ -99,19 +100,19 @@ def _pairs(
     first: Snapshot, second: Snapshot
 ) -> Iterator[tuple[str, str, Graph | None, Graph | None]]:
     """Yield title, name and both graphs of each region, None if a side has none."""
-    # What is taken out of it is matched; what stays at the end was added.
+    # Matched graphs are removed from it; graphs that remain at the end were added.
     rest = dict(second.graphs)
     unmatched: dict[str, Graph] = {}
     # Before the split into forward and backward a region has one graph, which became the forward.
     for name, graph in first.graphs.items():
         candidates = (name, f"{name}{FORWARD}", name.removesuffix(FORWARD))
         match = next((candidate for candidate in candidates if candidate in rest), None)
-        # Kinds of layers are numbered in their order: one more kind renames those behind it.
+        # Kinds of layers are numbered in order: a new kind renames all kinds after it.
         if match is None or _is_elsewhere(name, match, first, second):
             unmatched[name] = graph
         else:
             yield match, match, graph, rest.pop(match)
-    # One layer that differs from the others is a region of its own: its path tells what it was.
+    # A layer that now differs from the others is a new region: its path tells which one it was.
     for name, graph in unmatched.items():
         now = _in_same_layer(name, first, second)
         counterpart = second.graphs.get(now)
@@ -134,7 +135,7 @@ def _is_elsewhere(name: str, match: str, first: Snapshot, second: Snapshot) -> b
 def _in_same_layer(name: str, stage: Snapshot, other: Snapshot) -> str:
     """Name of the graph of ``other`` in the first layer that uses the graph ``name``, or ""."""
     region, there = region_of(name), other.region_by_place()
-    # What is outside of layers has no path that would tell it apart.
+    # Calls outside of layers have no path that would identify them.
     places = [place for place in _places(stage, region, name) if place[0] and place in there]
     return f"{there[places[0]]}{name.removeprefix(region)}" if places else ""
 
@@ -164,7 +165,7 @@ def _one_sided(name: str, count: int, old: Graph | None, new: Graph | None) -> S
 
 def _summary(graph: Graph) -> Summary:
     calls = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
-    # Hundreds of lines that all begin with "+" say less than what the graph is made of.
+    # A list of its operators is more useful than hundreds of lines that begin with "+".
     ops = Counter(render_target(node) for node in calls)
     collectives = Counter(kind for node in calls if (kind := collective_text(node)))
     return Summary(len(calls), tuple(ops.most_common()), tuple(collectives.most_common()))
@@ -175,14 +176,14 @@ def _call_changes(first: Snapshot, second: Snapshot) -> Iterator[tuple[str, str,
     first = _numbered_like(first, second)
     if first.calls == second.calls:
         wirings = zip(first.calls, first.wiring, second.wiring, strict=False)
-        # Same calls: what differs is what they hand to each other.
+        # Same calls: the difference is in the values that they pass to each other.
         yield from ((path, old, new) for (path, _), old, new in wirings if old != new)
         return
-    # Without ``autojunk``, which drops what is frequent, as the call of a repeated layer is.
+    # Without ``autojunk``, which ignores frequent items such as calls of a repeated layer.
     matcher = SequenceMatcher(None, first.calls, second.calls, autojunk=False)
     for tag, start, stop, other, end in matcher.get_opcodes():
         old, new = first.calls[start:stop], second.calls[other:end]
-        # Layers that are where they were, and call another region.
+        # The same layers, which now call another region.
         if tag == "replace" and [path for path, _ in old] == [path for path, _ in new]:
             yield from ((path, x, y) for (path, x), (_, y) in zip(old, new, strict=True))
         elif tag != "equal":
@@ -196,7 +197,7 @@ def _numbered_like(stage: Snapshot, other: Snapshot) -> Snapshot:
 
     @functools.cache
     def name_in_other(name: str) -> str:
-        # One more kind of layer renames those behind it, which says nothing about them.
+        # A new kind of layer renames all kinds after it, which is not a difference.
         places = _places(stage, name)
         now = there.get(places[0], name)
         in_layers = all(path for path, _ in places)
@@ -214,7 +215,7 @@ def _entries(alignment: Alignment) -> Iterator[Entry]:
     """Return entries in the order of the second graph; a removed node comes before its former
     successor."""
     moves = _moves(alignment)
-    # A part of an expansion is neither inserted nor matched: its value's entry speaks for it.
+    # A part of an expansion is neither inserted nor matched: the entry of its value covers it.
     inserted = set(alignment.inserted)
     removed = _removed_before(alignment)
     for node in (*alignment.after, None):  # None: removed from the end
@@ -247,7 +248,7 @@ def _moves(alignment: Alignment) -> dict[Node, tuple[Change, ...]]:
     """Return matched nodes outside the longest sequence that both graphs have in the same order."""
     position = {node: index for index, node in enumerate(alignment.after)}
     matched = [node for node in alignment.before if node in alignment.forth]
-    # What moved is least if the most that can stay is said to have stayed.
+    # Fewest nodes count as moved if the longest sequence in the same order counts as unmoved.
     kept = longest_increasing([position[alignment.forth[node]] for node in matched])
     order = sorted((alignment.forth[node] for node in matched), key=position.__getitem__)
     previous_after = dict(zip(order, [None, *order], strict=False))
@@ -267,17 +268,17 @@ def _place(previous: Node | None) -> str:
 def _changes(alignment: Alignment, old: Node, new: Node) -> Iterator[Change]:
     became = alignment.expansions.get(old, [new])
     targets = render_target(old), " + ".join(dict.fromkeys(map(render_target, became)))
-    # A placeholder's target is its name, and names are no difference.
+    # A placeholder's target is its name, and names are not differences.
     if targets[0] != targets[1] and old.op != "placeholder":
         yield Change("target", *targets)
     if not alignment.same_arguments(old, new):
         yield Change("args", _arguments_text(old), _arguments_text(new))
     yield from _value_changes(old, new)
     placements = meta_text(old, "placement"), meta_text(new, "placement")
-    # Without a placement a value is whole, which is what I says of it on several ranks.
+    # A value without a placement is full, which on several ranks is the placement I.
     if placements[0] != placements[1] and not {"", str(I)}.issuperset(placements):
         yield Change("placement", *placements)
-    # Each operator of an expansion has a tag of its own: one saved one does not save them all.
+    # Each operator of an expansion has its own tag: if one is saved, others may not be.
     new_tags = dict.fromkeys(tag for node in became if (tag := meta_text(node, "recompute")))
     tags = meta_text(old, "recompute"), " + ".join(new_tags)
     if tags[0] != tags[1]:
@@ -290,7 +291,7 @@ def _arguments_text(node: Node) -> str:
 
 def _value_changes(old: Node, new: Node) -> Iterator[Change]:
     before, after = old.meta.get("val"), new.meta.get("val")
-    # Apart, so that filters find every change of a dtype or a shape.
+    # Separately, so that filters find every change of a dtype or a shape.
     if isinstance(before, Tensor) and isinstance(after, Tensor):
         pairs: dict[Field, tuple[str, str]] = {
             "dtype": (render_dtype(before.dtype), render_dtype(after.dtype)),

@@ -12,12 +12,12 @@ from functools import partial
 
 from sp_compiler.graph_diff.data import Entry, Equal, Item, Repeat
 
-# A fold of fewer nodes takes more room than it saves.
+# A fold of fewer nodes takes more space than it saves.
 _LEAST_EQUAL = 2
-# A repetition that hides fewer is no layer: keys and values that are treated alike, say.
+# A repetition that hides fewer nodes is not a layer, but for example keys and values that are
+# treated the same way.
 _LEAST_REPEATED = 6
-# Nodes of one layer that are searched for a repetition: the search takes this many comparisons for
-# each node.
+# Longest layer, in nodes, that is searched for: the search takes this many comparisons per node.
 _LONGEST_REPEAT = 400
 
 
@@ -61,7 +61,7 @@ def _run(entries: list[Entry]) -> Iterator[Entry | Equal]:
 
 def _repeats(items: list[Entry | Equal]) -> Iterator[Item]:
     """Fold runs of items that repeat, apart from the numbers in names."""
-    # Texts become numbers, for each is compared with hundreds of others.
+    # Texts become numbers, because each is compared with hundreds of others.
     numbers: dict[str, int] = {}
     keys = [numbers.setdefault(_signature(item), len(numbers)) for item in items]
     index = 0
@@ -72,7 +72,7 @@ def _repeats(items: list[Entry | Equal]) -> Iterator[Item]:
             for start in range(index, index + length * count, length)
         ]
         hidden = length * (count - 1)
-        # Unchanged layers are folded as one run, which says more than that they repeat.
+        # Unchanged layers are folded as one run, which is more informative than a repetition.
         differs = any(isinstance(item, Entry) and item.kind != "unchanged" for item in parts[0])
         if hidden >= _LEAST_REPEATED and differs:
             yield Repeat(parts[0], tuple(parts[1:]))
@@ -83,8 +83,8 @@ def _repeats(items: list[Entry | Equal]) -> Iterator[Item]:
 
 
 def _longest_repeat(keys: Sequence[int], start: int) -> tuple[int, int]:
-    """Return (length, count) of the repetition at ``start`` that covers most; (1, 1) if there is
-    none."""
+    """Return (length, count) of the repetition at ``start`` that covers the most nodes; (1, 1) if
+    there is none."""
     best = (1, 1)
     for length in range(1, min(_LONGEST_REPEAT, (len(keys) - start) // 2) + 1):
         # One comparison of numbers rules out nearly every length.
@@ -94,7 +94,7 @@ def _longest_repeat(keys: Sequence[int], start: int) -> tuple[int, int]:
         count = 1
         while keys[start + count * length : start + (count + 1) * length] == part:
             count += 1
-        # Of equal cover the shortest, which comes first: the layer, not two of them.
+        # If several cover the same, take the shortest, which comes first: one layer, not two.
         if count > 1 and count * length > best[0] * best[1]:
             best = (length, count)
     return best
@@ -103,11 +103,11 @@ def _longest_repeat(keys: Sequence[int], start: int) -> tuple[int, int]:
 def _signature(item: Entry | Equal) -> str:
     """Text that is equal for the same node of two layers: names lose their numbers."""
     entries = item.entries if isinstance(item, Equal) else (item,)
-    # A run that is folded is no single node, though its text may be the same.
+    # A folded run differs from a single node, even if its text is the same.
     texts = [type(item).__name__]
     for entry in entries:
         changes = " ".join(f"{c.field} {c.before} -> {c.after}" for c in entry.changes)
         texts.append(f"{entry.kind} {entry.op} {entry.text} {changes}")
-    # Of names alone: "%linear_12" and "%p_layers_3_weight", not the sizes in "f32[2, 16]".
+    # Only in names: "%linear_12" and "%p_layers_3_weight", not in the sizes of "f32[2, 16]".
     without_numbers = partial(re.sub, r"_?\d+", "")
     return re.sub(r"(%|placeholder\[)\w+", lambda name: without_numbers(name[0]), "\n".join(texts))

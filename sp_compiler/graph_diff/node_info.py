@@ -32,11 +32,11 @@ def collective_text(node: Node) -> str:
     """Return the kind of communication of ``node``, "" if it has none."""
     if not is_collective(node):
         return ""
-    # Operators of ours have a name for it, torch's functional ones are named by what they do.
+    # Our operators declare their kind; torch's functional collectives are named after it.
     return collective_of(node) or render_target(node).rpartition(".")[2]
 
 
 def _num_bytes(node: Node) -> int | None:
     num_bytes = tensor_bytes(node.meta.get("val"))
-    # An open size makes a symbol, which is no number to add or to write down.
+    # A dynamic size makes this a symbol, which cannot be added up or written as JSON.
     return num_bytes if isinstance(num_bytes, int) else None

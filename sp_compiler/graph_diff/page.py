@@ -1,4 +1,4 @@
-"""A comparison as one HTML page that needs no network: search, filters, folds, details."""
+"""A comparison as one HTML page that works offline: search, filters, folds, details."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def page(
 ) -> str:
     """The text of the page."""
     environment = Environment(
-        # Escaped, for names and source lines are the user's; a missing field is an error, not a
+        # Escaped, because names and source lines are the user's; a missing field is an error, not a
         # blank.
         autoescape=True,
         undefined=StrictUndefined,
@@ -34,10 +34,10 @@ def page(
     environment.tests["equal_run"] = lambda item: isinstance(item, Equal)
     environment.tests["repeat"] = lambda item: isinstance(item, Repeat)
     template = files("sp_compiler.graph_diff").joinpath("diff_page.html")
-    # Of a graph that one side lacks every node is shown: nothing else of it could be folded.
+    # If one side lacks a graph, all its nodes are shown, because none is an unchanged one.
     contexts = [None if section.summary is not None else context for section in sections]
     items = [folded(section.nodes, own) for section, own in zip(sections, contexts, strict=True)]
-    # Also of graphs that one side lacks: the page opens them.
+    # Including graphs that one side lacks, which the page can open.
     entries = [entry for section in sections for entry in section.nodes]
     infos = [info for entry in entries for info in (entry.before, entry.after) if info]
     return environment.from_string(template.read_text(encoding="utf-8")).render(
@@ -55,5 +55,5 @@ def page(
 
 
 def _row_kinds(entry: Entry) -> str:
-    """Classes of a row, by which the filters find it."""
+    """CSS classes of a row, which the filters use."""
     return " ".join(f"k-{kind}" for kind in entry.kinds)

@@ -1,4 +1,4 @@
-"""The result of a graph comparison, and the ways to show it."""
+"""The result of a graph comparison, and methods to show it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class GraphDiff:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no difference; :attr:`counts` is empty then, and only then."""
+        """Whether there is no difference; exactly then :attr:`counts` is empty."""
         return not self.sections and not self.calls
 
     @property
@@ -77,9 +77,9 @@ class GraphDiff:
 
     def to_text(self, *, markup: bool = False) -> str:
         """One line per node that differs; with ``markup``, styled by the tags of ``rich``."""
-        # Said in words: an empty text could be a failure to print.
+        # In words, because an empty text could be a failure to print.
         lines = text.lines(self.sections, self.calls) or [("no difference", None)]
-        # Brackets in shapes are tags to ``rich``, so that lines are escaped where it reads them.
+        # ``rich`` would read brackets in shapes as tags, so lines for it are escaped.
         legend = legend_of(line for line, _ in lines)
         if not markup or self.is_empty:
             return "\n".join([*(line for line, _ in lines), *legend])
@@ -120,7 +120,7 @@ class GraphDiff:
     def to_dict(self) -> dict[str, Any]:
         """Plain data with the kinds of each node, which is all that :meth:`from_json` needs."""
         data = asdict(self)
-        # Derived, so ``asdict`` leaves them out; who reads the JSON should not have to derive them.
+        # ``asdict`` leaves out derived properties, but readers of the JSON need them.
         for section, own in zip(data["sections"], self.sections, strict=True):
             for entry, node in zip(section["nodes"], own.nodes, strict=True):
                 entry["kinds"] = list(node.kinds)
@@ -144,7 +144,7 @@ class GraphDiff:
             return cls(sections, calls, _totals_from(data["before"]), _totals_from(data["after"]))
         except (KeyError, TypeError, ValueError) as error:
             raise ArgumentError(
-                f"text is no graph diff as GraphDiff.to_json writes it ({error!r})"
+                f"the text is not a graph diff as written by GraphDiff.to_json ({error!r})"
             ) from error
 
 
@@ -153,7 +153,7 @@ def _section_from(data: dict[str, Any]) -> Section:
     if summary is not None:
         ops, collectives = (tuple(map(tuple, summary[key])) for key in ("ops", "collectives"))
         summary = Summary(summary["num_nodes"], ops, collectives)
-    # JSON has lists alone, and frozen data that is compared has tuples.
+    # JSON has only lists; frozen dataclasses that are compared have tuples.
     return Section(**{**data, "nodes": tuple(map(_entry_from, data["nodes"])), "summary": summary})
 
 

@@ -38,7 +38,7 @@ def side_by_side(
     sections: Sequence[Section], calls: Calls, totals: tuple[Totals, Totals], context: int | None
 ) -> Group:
     """Return one table with the totals, and one per graph that differs."""
-    # Said in words: an empty table looks like a failure.
+    # In words, because an empty table looks like a failure.
     if not sections and not calls:
         return Group(Text("no difference"))
     heads = _columns()
@@ -66,7 +66,7 @@ def _section(section: Section, context: int | None) -> Iterator[RenderableType]:
 
 
 def _columns() -> Table:
-    # Without a box: its lines would take a fifth of a narrow terminal.
+    # Without a box, whose lines would take a fifth of a narrow terminal.
     table = Table.grid(padding=(0, 1), expand=True)
     table.add_column(no_wrap=True)
     table.add_column(ratio=1, overflow="fold")
@@ -92,7 +92,7 @@ def _note(text: str) -> tuple[Text, Text, Text]:
 def _row(entry: Entry) -> tuple[Text, Text, Text]:
     style = STYLES[entry.kinds[0]]
     mark = {"unchanged": " ", "changed": "~", "inserted": "+", "removed": "-"}[entry.kind]
-    # The line of a node shows its other properties.
+    # The text of a node shows all its properties except its position.
     moves = [change.after for change in entry.changes if change.field == "order"]
     order = "".join(f"  (order: {after or 'none'})" for after in moves)
     after = _cell(entry.after, style).append(order)

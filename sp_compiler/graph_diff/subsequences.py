@@ -7,7 +7,7 @@ import bisect
 
 def longest_common(old: list[str], new: list[str]) -> list[tuple[int, int]]:
     """Return index pairs of the longest common subsequence, the earliest if there are several."""
-    # The table takes the product of both lengths, and most sequences begin alike.
+    # The table's size is the product of both lengths, and most sequences have a common prefix.
     start = next((i for i, (x, y) in enumerate(zip(old, new, strict=False)) if x != y), None)
     if start is None:
         start = min(len(old), len(new))

@@ -16,7 +16,7 @@ COLOURS: dict[Fate, str] = {"inserted": "green", "removed": "red", "changed": "y
 _MAX_TEXT = 160
 
 Line: TypeAlias = tuple[str, Fate | None]
-"""A line, and what happened to what it shows; ``None`` for a title."""
+"""A line, and the fate of the node that it shows; ``None`` for a title."""
 Calls: TypeAlias = Sequence[tuple[str, str, str]]
 
 
@@ -27,7 +27,7 @@ def lines(sections: Sequence[Section], calls: Calls) -> list[Line]:
 
 
 def call_lines(calls: Calls) -> Iterator[str]:
-    """``~ call h.1: A -> B``; of arguments only those that differ, of equal changes the first."""
+    """``~ call h.1: A -> B``, with only arguments that differ; equal changes are shown once."""
     for _, equal in itertools.groupby(calls, key=_without_numbers):
         (path, before, after), *others = equal
         old, new = map(_show, _folded_arguments(before, after))
@@ -37,12 +37,12 @@ def call_lines(calls: Calls) -> Iterator[str]:
 
 
 def _without_numbers(call: tuple[str, str, str]) -> tuple[str, ...]:
-    # Layers of one kind have equal arguments but for the number of the layer.
+    # Layers of one kind have equal arguments except for the number of the layer.
     return tuple(re.sub(r"\d+", "#", part) for part in call)
 
 
 def _folded_arguments(before: str, after: str) -> tuple[str, str]:
-    """``A(..., x)`` and ``A(..., y)`` for calls of one region that agree in all but the last."""
+    """``A(..., x)`` and ``A(..., y)`` for calls of one region that differ only in the last."""
     name, _, old = before.removesuffix(")").partition("(")
     other, _, new = after.removesuffix(")").partition("(")
     if name != other or not (old and new):
@@ -58,8 +58,8 @@ def _folded_arguments(before: str, after: str) -> tuple[str, str]:
 def _equal_spans(
     old: Sequence[str], new: Sequence[str]
 ) -> Iterator[tuple[bool, tuple[int, int], tuple[int, int]]]:
-    """Whether they are equal, start and end in either, of runs of arguments."""
-    if len(old) == len(new):  # by their places, for two that changed places are no insertion
+    """For each run of arguments: whether it is equal, and its start and end on each side."""
+    if len(old) == len(new):  # by position, because two swapped arguments are not an insertion
         pairs = enumerate(zip(old, new, strict=True))
         for equal, run in itertools.groupby(pairs, key=lambda pair: pair[1][0] == pair[1][1]):
             places = [place for place, _ in run]
@@ -86,7 +86,7 @@ def section_title(section: Section) -> str:
 
 def node_texts(sections: Sequence[Section]) -> Iterator[str]:
     """Return the text of a node on either side."""
-    # Of a graph that one side lacks only counts are shown.
+    # For a graph that one side lacks, only counts are shown.
     shown = [entry for section in sections if section.summary is None for entry in section.nodes]
     yield from (node.text for entry in shown for node in (entry.before, entry.after) if node)
 
@@ -107,7 +107,7 @@ def _section_lines(section: Section) -> Iterator[Line]:
     yield section_title(section), None
     for item in folded(section.entries, context=None):
         for entry in item.first if isinstance(item, Repeat) else (item,):
-            # Entries are those that differ: none of them is folded as equal.
+            # ``section.entries`` has only differing nodes, so none is folded as equal.
             if isinstance(entry, Entry):
                 yield from _entry_lines(entry)
         if isinstance(item, Repeat):
@@ -119,7 +119,7 @@ def _counts(entries: tuple[Entry, ...]) -> str:
     parts = []
     for kind in SIGNS:
         group = [entry for entry in entries if entry.kind == kind]
-        # Totals do not count inputs: without this note, lists and totals would seem to disagree.
+        # Totals do not count inputs: without this note, lists and totals would seem inconsistent.
         num_inputs = sum(entry.op.startswith("placeholder[") for entry in group)
         counted = {"input": 0 if kind == "changed" else num_inputs}
         counted["collective"] = sum(1 for entry in group if entry.collective)

@@ -24,13 +24,13 @@ _NO_WORK = ("placeholder", "get_attr", "output")
 
 
 def totals(stage: Snapshot) -> Totals:
-    """Sum up ``stage``, each graph as often as layers use it."""
+    """Sum up ``stage``, counting each graph once per layer that uses it."""
     num_nodes, counted = 0, set[str]()
     flops: int | None = 0
     collectives: list[Collective] = []
     for name, graph in stage.graphs.items():
-        # A step runs one backward: the one from the loss alone, where there is one. Of several
-        # numbers of chunks it runs one, too.
+        # A step runs one backward: the one from the loss only, if there is one. It also runs only
+        # one of the variants for different numbers of chunks.
         if name.endswith(BACKWARD) and f"{region_of(name)}{LOSS_BACKWARD}" in stage.graphs:
             continue
         if name.endswith(SECOND_WAYS):
@@ -42,7 +42,7 @@ def totals(stage: Snapshot) -> Totals:
         calls = _sized_calls(graph)
         num_nodes += count * sum(node.op not in _NO_WORK for node in graph.nodes)
         if flops is not None and calls is not None:
-            # Of a forward before composite operators are decomposed, else of what runs.
+            # Hardware FLOPs, or those of the products in a forward that is not decomposed yet.
             own = sum(node_flops(node)[1] or int(product_flops(node)) for node in calls)
             flops += count * own
         else:

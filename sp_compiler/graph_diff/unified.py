@@ -24,7 +24,7 @@ def lines(
         yield f"{mark} {side.name}: {side}"
     for section in sections:
         yield f"@@ {section_title(section)} @@"
-        # A graph of one side alone has nothing that its lines could be compared with.
+        # If a graph is on one side only, its lines have no counterparts.
         if section.summary is not None:
             sign = "+" if section.kind == "inserted" else "-"
             yield from (f"{sign}  {line}" for line in summary_lines(section.summary))
@@ -49,8 +49,8 @@ def _entry_lines(entry: Entry) -> Iterator[str]:
     if entry.kind == "unchanged":
         yield f"   {shortened(entry.text)}"
         return
-    # A node may have changed in nothing that its line shows: it moved, or an operand has another
-    # name and means another value.
+    # A node's line may be the same although the node changed: it moved, or an operand's name now
+    # means another value.
     for mark, node in (("-", entry.before), ("+", entry.after)):
         if node is not None:
             communicates = f"  << {node.collective} >>" if node.collective else ""

@@ -1,6 +1,6 @@
-"""What FSDP2's groups of parameters do otherwise in a compiled module than by themselves.
+"""Changes in the behaviour of FSDP2's parameter groups in a compiled module.
 
-Methods of each group are replaced, and others in the process are left as they are.
+Methods of each of these groups are replaced; other groups in the process are unchanged.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch.utils import _pytree as pytree
 def adapt(group: Any) -> None:
     """Adapt an FSDP group, once.
 
-    - It gathers in normal tensors, also for a call in ``inference_mode``: it keeps those of the
-      first call, and could gather into inference tensors in that mode alone.
-    - Its node in front of a block hands a missing gradient on as it is. A block of eager code that
-      a loss does not reach has no path to it, but the region behind our layers, which has all
-      outputs, is one to each: of zeros in place of its missing gradients, layers in front would
-      compute gradients that are zeros, by which weight decay changes parameters.
+    - It gathers into normal tensors, even for a call in ``inference_mode``: it keeps the tensors of
+      the first call, and could gather into inference tensors only in that mode.
+    - Its autograd node before a block passes a missing gradient on as it is. In eager code, a block
+      that a loss does not reach has no path to the loss. Here the region after our layers returns
+      all outputs, and connects each layer to the loss. If missing gradients became zeros, layers
+      would compute gradients of zeros, and weight decay would change their parameters.
     """
     for name in ("lazy_init", "unshard", "wait_for_unshard"):
         _replace(group, name, _outside_of_inference_mode)
@@ -54,7 +54,7 @@ def _without_zeros(register: Callable[..., Any]) -> Callable[..., Any]:
             node: Any = value.grad_fn if isinstance(value, Tensor) else None
             if getattr(node, "_forward_cls", None) is RegisterPostBackwardFunction:
                 node.set_materialize_grads(False)
-                break  # one node for all of them
+                break  # all inputs have the same node
         return inputs
 
     return run

@@ -31,7 +31,7 @@ _SHARD_OPTIONS = _REPLICATE_OPTIONS | {"reshard_after_forward", "shard_placement
 _STAGE_OPTIONS = {"mp_policy", "shard_placement_fn"}
 _POLICIES = {
     "mp_policy": (MixedPrecisionPolicy, "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"),
-    # FSDP2 ignores any other one.
+    # FSDP2 ignores policies of other types.
     "offload_policy": (OffloadPolicy, "CPUOffloadPolicy()"),
 }
 
@@ -57,7 +57,7 @@ def checked_options(
             f"fsdp={dict(fsdp)!r} without an axis to apply it over: pass mesh= with an axis "
             '"dp_shard" or "dp_replicate" of several ranks'
         )
-    # An empty dict is no refusal.
+    # An empty dict applies FSDP2 with its defaults.
     if fsdp is False or data.mesh is None:
         return None
     options = {} if isinstance(fsdp, bool) else dict(fsdp)
@@ -68,7 +68,7 @@ def checked_options(
             f"{', '.join(sorted(allowed))}. For others pass fsdp=False and apply "
             "torch.distributed.fsdp.fully_shard to the module yourself"
         )
-    # None means FSDP2's own choice, but is no policy to it.
+    # None means FSDP2's default, but FSDP2 does not accept None as a policy.
     options = {name: value for name, value in options.items() if value is not None}
     for name, (kind, example) in _POLICIES.items():
         policy = options.get(name)
@@ -103,8 +103,8 @@ def checked_stage_options(
         raise ArgumentError(
             f"fsdp=False, but the mesh has {data.described()}: a pipeline gathers parameters and "
             "reduces gradients once per step, so it applies FSDP2 itself; pass True or a dict of "
-            "options, or a mesh without these axes and reduce gradients between step() and the "
-            "optimizer's"
+            "options, or use a mesh without these axes and reduce gradients between step() and "
+            "optimizer.step()"
         )
     options = fsdp if isinstance(fsdp, Mapping) else {}
     if unknown := sorted(map(str, options.keys() - _STAGE_OPTIONS)):
@@ -117,7 +117,7 @@ def checked_stage_options(
 
 
 def refuse_with_experts(data: DataAxes, fsdp: bool | Mapping[str, Any], *, verify: bool) -> None:
-    """Refuse what does not work where experts are divided over ranks of ``data``.
+    """Refuse arguments that do not work if experts are divided over ranks of ``data``.
 
     Raises:
         ArgumentError: FSDP2 is left to the user.
@@ -127,14 +127,14 @@ def refuse_with_experts(data: DataAxes, fsdp: bool | Mapping[str, Any], *, verif
         return
     if fsdp is False:
         raise ArgumentError(
-            'fsdp=False, but the mesh has an axis "ep": parameters of experts are sharded over '
-            "other ranks than all others, which sp_compiler tells FSDP2 itself; pass True or a "
+            'fsdp=False, but the mesh has an axis "ep": experts are sharded over other ranks than '
+            "other parameters, and sp_compiler has to configure FSDP2 for this; pass True or a "
             "dict of options"
         )
     if verify:
         raise UnsupportedError(
-            'verify=True with an axis "ep": simulated ranks have one batch, and experts that are '
-            "divided take rows of others; call sp_compiler.verify(model, example_inputs, tp=...), "
+            'verify=True with an axis "ep": simulated ranks have one batch, but divided experts '
+            "need rows of others; call sp_compiler.verify(model, example_inputs, tp=...), "
             "which checks the same model with all experts on every rank"
         )
     if not hasattr(_fsdp_common, "ShardPlacementResult"):
@@ -154,7 +154,7 @@ def refuse_scalars(model: nn.Module) -> None:
     if names:
         raise UnsupportedError(
             f"parameters without dimensions ({', '.join(map(repr, names))}): FSDP2 shards the "
-            "first one; make each a tensor of one element, nn.Parameter(value.reshape(1))"
+            "first dim; make each a tensor of one element, nn.Parameter(value.reshape(1))"
         )
 
 
@@ -186,12 +186,12 @@ def apply_data_parallelism(
         mesh, options = _with_experts_apart(group.grid, options)
     assert mesh is not None
     policy = options.get("mp_policy") or MixedPrecisionPolicy()
-    # Only what the user sees is cast: code between blocks was compiled for the types it has.
+    # Only the module's inputs and outputs are cast: code between blocks is compiled for its dtypes.
     inside = {
         **options,
         "mp_policy": replace(policy, output_dtype=None, cast_forward_inputs=False),
     }
-    # The root last: FSDP2 manages there what no block before it has taken.
+    # The root last: there FSDP2 manages the parameters that no block has taken.
     for path in blocks:
         apply(root.get_submodule(path), mesh=mesh, **inside)
     apply(root, mesh=mesh, **options)
@@ -204,29 +204,29 @@ def _refuse_hooks(root: nn.Module) -> None:
             raise ArgumentError(
                 f"{name} has hooks and is not placed yet, and fully_shard replaces it; pass "
                 "example_inputs to sp_compiler.compile (or call the module once), and register "
-                "the hooks afterwards, by register_post_accumulate_grad_hook"
+                "the hooks afterwards, with register_post_accumulate_grad_hook"
             )
 
 
 def _refuse_empty_parts(
     root: nn.Module, placements: Mapping[str, Placement], world_size: int
 ) -> None:
-    """Raise an error, on all ranks, for what FSDP2 cannot reduce: a part that is nothing but
-    padding, as the last rank's may be."""
+    """Raise an error, on all ranks, if a rank's part of a parameter is only padding, as the last
+    rank's may be: FSDP2 cannot reduce it."""
     for name, parameter in root.named_parameters():
         parts = placements.get(name, I).true_parts(world_size - 1, world_size)
         # There are no segments where all ranks have equal parts.
         if parts and not any(parts) and parameter.numel():
             raise UnsupportedError(
                 f"{name!r} of shape {tuple(parameter.shape)} is divided over {world_size} ranks of "
-                "tp, and the last gets none of it, as a rank without attention heads does; FSDP2 "
-                "cannot shard nothing: take fewer ranks on tp, so that each has a head, or hints= "
-                "that replicate the parameter"
+                "tp, and the last rank gets none of it, like a rank without attention heads; FSDP2 "
+                "cannot shard an empty part: use fewer ranks on tp, so that each has a head, or "
+                "hints= that replicate the parameter"
             )
 
 
 def _refuse_mixed_dtypes(root: nn.Module, wrapped: Iterable[str]) -> None:
-    """Raise an error for what FSDP2 refuses in the first step, without a name.
+    """Raise an error with names, because FSDP2 raises one only in the first step, without names.
 
     Args:
         wrapped: paths of the modules to which it is applied, each before those around it.
@@ -245,9 +245,8 @@ def _refuse_mixed_dtypes(root: nn.Module, wrapped: Iterable[str]) -> None:
             where = f"block {path!r}" if path else "the model outside of its blocks"
             raise UnsupportedError(
                 f"{where} trains parameters of several dtypes ({found}): FSDP2 reduces their "
-                "gradients together, in one dtype; cast them to one before the compilation, or "
-                "freeze those of the others (fsdp=dict(mp_policy=...) chooses the dtype to "
-                "compute in)"
+                "gradients together, in one dtype; cast them to one dtype before compiling, or "
+                "freeze those of other dtypes (fsdp=dict(mp_policy=...) chooses the compute dtype)"
             )
 
 
@@ -260,8 +259,8 @@ def _with_experts_apart(
 ) -> tuple[DeviceMesh, Mapping[str, Any]]:
     """Return the mesh that shards most parameters, and options that shard those of experts.
 
-    The ranks of "ep" have other batches and the same parameters, except for experts: they shard
-    parameters together with "dp_shard", which alone shards the experts that a rank has.
+    The ranks of "ep" have different batches and the same parameters, except for experts. So "ep"
+    and "dp_shard" together shard the other parameters; only "dp_shard" shards a rank's experts.
     """
     shards = shards_over_experts(grid)
     experts: Any
@@ -301,7 +300,7 @@ def _self_contained_blocks(root: nn.Module, compiled: CompiledProgram) -> Iterab
         # Blocks on other stages of a pipeline have no parameters here.
         if not owners.get(path):
             continue
-        # Also those of a block inside another one, which are of both.
+        # Including parameters of a block inside another one, which belong to both.
         shared = set().union(*(ids for other, ids in owners.items() if other != path))
         if owners[path] & shared:
             continue

@@ -1,8 +1,8 @@
 """Parameters that FSDP2 manages (``fully_shard``, ``replicate``) in a compiled module.
 
 A parameter is gathered only between the hooks of its FSDP module, so it is read in its block. The
-gradient of one that is replicated over "tp" is a partial sum there; it remains one through FSDP's
-reduce-scatter, which is linear, and is summed over "tp" afterwards, on this rank's shard::
+gradient of a parameter that is replicated over "tp" is a partial sum there. It remains partial
+through FSDP's reduce-scatter, which is linear, and is summed over "tp" afterwards, on the shard::
 
     block's backward ── partial gradient ──> FSDP's reduce-scatter over dp_shard
                                                        │  1/dp of it, still partial
@@ -44,8 +44,8 @@ class FullySharded:
     def __init__(self, modules: Mapping[str, nn.Module], reduce: Reduce) -> None:
         self._tree = modules
         self._groups: list[Any] = []
-        # Found once: every step asks for them several times, and a walk through the tree takes as
-        # long as a small layer.
+        # Found once: every step needs them several times, and a walk through the tree takes as long
+        # as a small layer.
         self._compared = SameGradients(lambda: self._groups)
         self._reduction = _LateReduction(reduce, self._compared)
         self._num_hooks = 0
@@ -66,10 +66,11 @@ class FullySharded:
         return self._parameters
 
     def warn_of_left_out(self) -> None:
-        """Warn of trained parameters that FSDP does not manage although it does others.
+        """Warn of trained parameters that FSDP does not manage although it manages others.
 
-        Where it was applied to the layers alone, without the module itself. Nobody sums their
-        gradients over the data axes; only a warning, for users may do so themselves.
+        This happens if it was applied only to the layers, without the module itself. The gradients
+        of these parameters are not summed over the data axes. It is only a warning, because users
+        may sum them themselves.
         """
         left_out, self._left_out = self._left_out, []
         if left_out:
@@ -82,15 +83,15 @@ class FullySharded:
             )
 
     def finish_reduction(self) -> None:
-        """Sum what FSDP has reduced outside of a backward over the tensor-parallel ranks."""
+        """Sum gradients that FSDP has reduced outside of a backward over tensor-parallel ranks."""
         self._compared.compare()
         self._reduction.finish()
 
     def end_failed_backward(self) -> None:
-        """End the latest backward for FSDP if it raised, without its gradients.
+        """End the latest backward for FSDP if it raised an error, without its gradients.
 
-        FSDP ends a backward in a callback, which an error drops, and until then begins no other
-        one: later steps would neither gather nor reduce.
+        FSDP ends a backward in a callback, which an error drops, and does not begin another one
+        before that: later steps would neither gather nor reduce.
         """
         if torch._C._current_graph_task_id() != -1:  # a checkpoint's second forward
             return
@@ -101,14 +102,14 @@ class FullySharded:
                 self._reduction.abandon()
 
     def refuse_nested_backward(self) -> None:
-        """Raise an error for a call inside a backward that has reached this module already, and
-        that has a backward of its own in there.
+        """Raise an error for a call inside a backward that has reached this module already, if the
+        call has a nested backward of its own.
 
         FSDP ends all backwards of a module once, with the outermost one, and loses gradients.
         """
         if torch._C._current_graph_task_id() == -1:
             return
-        # Checkpoints that are not reentrant have one backward, and recompute under such hooks.
+        # Non-reentrant checkpoints have one backward, and recompute under such hooks.
         is_nested = torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         if is_nested and any(
             s._state_ctx.post_backward_final_callback_queued for s in self._states
@@ -127,13 +128,13 @@ class FullySharded:
 
     def drop_unreduced(self) -> None:
         """Drop them."""
-        # Known from the calls, without which there are none.
+        # The groups are known from calls; without calls there are no gradients.
         for group in self._groups:
             group._partial_reduce_output = None
             drop_gathered_gradients(group)
 
     def drop_unreduced_of(self, parameters: Collection[int]) -> None:
-        """Drop those of the parameters with these ``id``, sharded or gathered."""
+        """Drop the gradients of the parameters with these ``id``, sharded or gathered."""
         for record in self._parameters.values():
             gathered = getattr(record, "_unsharded_param", None)
             if id(record.sharded_param) in parameters or id(gathered) in parameters:
@@ -142,16 +143,16 @@ class FullySharded:
     def free_gathered(self) -> None:
         """Put the shards back into modules whose last call left gathered parameters.
 
-        FSDP keeps those of the root from a forward to its backward, or for the next forward. Behind
-        a forward that no backward follows, whoever writes into parameters, as to swap averaged
-        weights in and out, would write into copies that are thrown away, or into shards that the
-        next forward does not read. On all ranks of the data axes alike: those that keep gathered
-        parameters do not take part in the next gather.
+        FSDP keeps those of the root from a forward to its backward, or for the next forward. After
+        a forward without a backward, writes into parameters, for example to swap averaged weights
+        in and out, would go into copies that are discarded, or into shards that the next forward
+        does not read. All ranks of the data axes must do this: a rank that keeps gathered
+        parameters does not take part in the next gather.
         """
         if torch._C._current_graph_task_id() != -1:  # a checkpoint's second forward
             return
         for group in self._groups:
-            # Where a user has them kept behind backward, for microbatches, they stay.
+            # If the user keeps them after backward, for microbatches, they stay.
             is_idle = group._training_state == TrainingState.IDLE
             if not group.is_sharded and is_idle and group.reshard_after_backward:
                 group.reshard()
@@ -159,10 +160,10 @@ class FullySharded:
     def follow_dtypes(self) -> None:
         """Gather parameters in the dtypes that their shards have been converted to.
 
-        FSDP reads dtypes once, and keeps what it has gathered into.
+        FSDP reads dtypes once, and keeps the buffers that it has gathered into.
         """
         for group in self._groups:
-            # None is known before the first call.
+            # FSDP knows no dtype before the first call.
             converted = [
                 record
                 for record in group.fsdp_params
@@ -176,8 +177,8 @@ class FullySharded:
                 group._init_mp_dtypes()
 
     def shards(self, *, search: bool = False) -> dict[int, nn.Parameter]:
-        """Return the shards of parameters that are gathered now, in whole or in part, by ``id`` of
-        what is in the module instead.
+        """Return the shards of parameters that are gathered now, fully or partly, by ``id`` of the
+        tensor that is in the module instead.
 
         Args:
             search: walk through the tree: users may gather (``unshard``) before the first call,
@@ -219,9 +220,9 @@ class FullySharded:
 
 
 def _refuse_hooks(record: Any) -> None:
-    """Raise an error for hooks that FSDP, past whom autograd never gets to a shard, does not run.
+    """Raise an error for hooks that do not run under FSDP, because autograd never reaches a shard.
 
-    It runs those behind the accumulation itself.
+    FSDP itself runs post-accumulate hooks.
     """
     if record.sharded_param._backward_hooks:
         raise UnsupportedError(
@@ -251,7 +252,7 @@ def drop_gathered_gradients(group: Any) -> None:
 def _drop(record: Any) -> None:
     if hasattr(record, "_unsharded_param"):
         record._unsharded_param.grad = None
-    # From torch 2.15 on it is that gradient, and cannot be set.
+    # From torch 2.15 on it is the same gradient, and cannot be set.
     if record.unsharded_accumulated_grad is not None:
         record.unsharded_accumulated_grad = None
 
@@ -261,7 +262,7 @@ def param_groups(modules: Iterable[nn.Module]) -> Iterator[Any]:
     for module in modules:
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
-            # One a module until torch 2.11, several since.
+            # One group per module up to torch 2.11, several since.
             groups = getattr(state, "_fsdp_param_groups", None)
             groups = [state._fsdp_param_group] if groups is None else groups
             yield from (group for group in groups if group is not None)
@@ -275,12 +276,12 @@ def compute_dtype(record: Any, dtype: torch.dtype) -> torch.dtype:
 
 @contextlib.contextmanager
 def without_gradient_sync(root: nn.Module) -> Iterator[None]:
-    """Context whose backwards leave gradients of FSDP unreduced, on the gathered parameters."""
+    """Context in which backwards leave FSDP's gradients unreduced, on the gathered parameters."""
     groups = list(param_groups(root.modules()))
     before = [(group.reduce_grads, group.all_reduce_grads) for group in groups]
     for group in groups:
         group.reduce_grads = group.all_reduce_grads = False
-    # Restored, not set: this may be nested, or inside of set_requires_gradient_sync(False).
+    # Restored, not set: this may be nested, or inside set_requires_gradient_sync(False).
     try:
         yield
     finally:
@@ -289,11 +290,11 @@ def without_gradient_sync(root: nn.Module) -> Iterator[None]:
 
 
 class _LateReduction:
-    """Sums the partial gradients that FSDP has reduce-scattered together, at the end of a backward.
+    """Sums all partial gradients that FSDP has reduce-scattered, together at the end of a backward.
 
-    FSDP gets the gradient to reduce from each of its parameter records, which would sum a partial
-    one over "tp": at unsharded size, one by one, and delaying the backward's own collectives. A
-    record that was taken over returns the partial sum unchanged.
+    FSDP gets the gradient to reduce from each of its parameter records. A record would sum a
+    partial gradient over "tp" at unsharded size, one by one, and delay the backward's own
+    collectives. A record that was taken over returns the partial sum unchanged.
     """
 
     def __init__(self, reduce: Reduce, compared: SameGradients) -> None:
@@ -309,8 +310,8 @@ class _LateReduction:
             return
         reduced_at_once = record._get_grad_inner_tensor
         shard = record.sharded_param
-        # An expert's gradient has the rows of all ranks that divide the experts, whose batches FSDP
-        # does not count. (Its own factor divides twice where one rank shards.)
+        # An expert's gradient covers the rows of all "ep" ranks, whose batches FSDP does not count.
+        # (FSDP's own divide factor would divide twice if only one rank shards.)
         num_batches = shard.device_mesh[EXPERT_AXIS].size() if is_divided(shard) else 1
 
         def unreduced(grad: Tensor) -> Tensor:
@@ -323,7 +324,7 @@ class _LateReduction:
             if not isinstance(grad, DTensor) or not any(p.is_partial() for p in grad.placements):
                 local: Tensor = reduced_at_once(grad)
                 return local
-            # A hook that is called with the gradient, such as one that steps at once, needs all.
+            # A hook that uses the gradient at once, such as an optimizer step, needs the full sum.
             if record.sharded_param._post_accumulate_grad_hooks:
                 full: Tensor = reduced_at_once(grad)
                 return full
@@ -334,19 +335,19 @@ class _LateReduction:
 
     def _expect(self, record: Any) -> None:
         backward = torch._C._current_graph_task_id()
-        # Outside of one (-1), who makes FSDP reduce ends that by ``finish_reduction``.
+        # Outside of a backward (-1), the caller ends the reduction with ``finish_reduction``.
         if backward != self._backward:
             self.abandon()
             self._backward = backward
-            # Behind FSDP's own callback, which was queued before the first block's backward.
+            # After FSDP's own callback, which was queued before the first block's backward.
             Variable._execution_engine.queue_callback(self.finish)
         if record not in self._partial:
-            # Apart from what is there already: that is summed, and would be summed again.
+            # Without the existing gradient, which is already summed and must not be summed again.
             self._partial[record] = record.sharded_param.grad
             record.sharded_param.grad = None
 
     def abandon(self) -> None:
-        """Drop what a backward that raised has left; gradients from before it stay."""
+        """Drop the partial gradients of a backward that raised an error; earlier ones stay."""
         before, self._partial, self._backward = self._partial, {}, -1
         for record, earlier in before.items():
             record.sharded_param.grad = earlier
@@ -355,7 +356,7 @@ class _LateReduction:
     def finish(self) -> None:
         """Sum the gradients that have arrived since the last call."""
         before, self._partial, self._backward = self._partial, {}, -1
-        # None where FSDP keeps a gradient for later (HSDP without its all-reduce).
+        # None if FSDP keeps a gradient for later (HSDP without its all-reduce).
         arrived = [record for record in before if record.sharded_param.grad is not None]
         parts = [record.sharded_param.grad._local_tensor for record in arrived]
         for record in arrived:

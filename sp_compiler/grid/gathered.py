@@ -5,7 +5,7 @@ reducing for each of them would multiply the traffic by their number::
 
     unshard all | F0 F1 B0 F2 B1 B2 | reduce-scatter, all-reduce | reshard | all-reduce over tp
 
-The last one is of this rank's shards of the gradients that are partial sums; see
+The last all-reduce is over this rank's shards of gradients that are partial sums; see
 :mod:`~sp_compiler.grid.fully_sharded`.
 """
 
@@ -42,14 +42,14 @@ class GatheredParameters:
         After an error inside, nothing is reduced, and unreduced gradients are dropped.
         """
         state = self._root._get_fsdp_state()
-        # FSDP does this in the root's first call, which never comes; a block would do it for itself
-        # alone and be a root, waiting for its own communication only.
+        # FSDP does this in the root's first call, which never comes. A block would do it only for
+        # itself, and as a root would wait only for its own communication.
         state._lazy_init()
         # The blocks' own hooks neither reduce nor reshard.
         self._root.set_requires_gradient_sync(False)
         self._root.set_reshard_after_backward(False)
         for group in self._groups:
-            # One after the other: a gathered copy lives beside the parameters of one group alone.
+            # One after the other, so that only one group has a gathered copy in addition.
             group.unshard()
             group.wait_for_unshard()
         try:
@@ -62,7 +62,7 @@ class GatheredParameters:
             raise
         finally:
             self._root.set_reshard_after_backward(True)
-            # As torch.distributed.pipelining does: there is no backward whose hooks would do it.
+            # As torch.distributed.pipelining does, because no backward runs hooks that would do it.
             for group in reversed(self._groups):
                 group.post_backward()
             # From torch 2.15 on a backward through FSDP's hooks decides whether the callback ends

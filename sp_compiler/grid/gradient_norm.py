@@ -2,7 +2,7 @@
 
 ::
 
-    this rank's parts ──> one number for each set of axes that parts lie over
+    this rank's parts ──> one number for each set of axes over which parts are sharded
                           (q.weight: dp_shard, tp   norm.weight: dp_shard   table: none)
                       ──> one all-reduce for each axis, of the numbers of the sets that have it
 """
@@ -54,9 +54,10 @@ def clip_grad_norm_(
         module: a module, compiled or not, or a pipeline.
         max_norm: largest norm of all gradients together.
         norm_type: p of the p-norm; ``float("inf")`` for the largest absolute value.
-        error_if_nonfinite: raise an error if the norm is infinite or NaN, for which the host has to
+        error_if_nonfinite: raise an error if the norm is infinite or NaN. The host then has to
             wait for the norm.
-        foreach: compute the norms of many tensors in one kernel; ``None``: if the device has one.
+        foreach: compute the norms of many tensors in one kernel; ``None``: if the device has such a
+            kernel.
 
     Returns:
         The norm before clipping, a 0-dim tensor, the same on all ranks.
@@ -69,7 +70,7 @@ def clip_grad_norm_(
         RuntimeError: with ``error_if_nonfinite``, the norm is infinite or NaN.
     """
     max_norm, norm_type = float(max_norm), float(norm_type)
-    # Before the first collective: all ranks raise alike, and none waits.
+    # Before the first collective, so that all ranks raise the error and none waits.
     _check(module, max_norm, norm_type)
     refuse_pending("clip_grad_norm_()", module.parameters())
     elsewhere = {id(parameter) for parameter in getattr(module, "counted_elsewhere", ())}
@@ -78,16 +79,16 @@ def clip_grad_norm_(
         if parameter.grad is not None:
             parameter.grad = _summed(parameter.grad)
             grads.append(parameter.grad)
-            # Counted once over the stages, but scaled wherever it is.
+            # Counted on one stage only, but scaled on all that have it.
             if id(parameter) not in elsewhere:
                 counted.append(grads[-1])
     total = _total_norm(counted, norm_type, foreach, getattr(module, "pp_group", None))
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"The total norm of order {norm_type} of the gradients is {total.item()}, so it cannot "
-            "be clipped. To scale by it all the same, pass error_if_nonfinite=False"
+            "be clipped. To scale by it anyway, pass error_if_nonfinite=False"
         )
-    # Without a look at the total: the host would wait for the device.
+    # Without reading the total, which would make the host wait for the device.
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for parts in _by_kind([_local(grad) for grad in grads]):
         factor = scale.to(parts[0].device)
@@ -103,8 +104,8 @@ def _check(module: Any, max_norm: float, norm_type: float) -> None:
     if not callable(getattr(module, "parameters", None)):
         raise ArgumentError(
             f"module={type(module).__name__}: expected the module (or pipeline) itself, "
-            "clip_grad_norm_(module, max_norm), and not its parameters, which do not tell which of "
-            "them another stage of a pipeline counts"
+            "clip_grad_norm_(module, max_norm), not its parameters, because only the pipeline "
+            "knows which of them another stage counts"
         )
     if not norm_type > 0:
         raise ArgumentError(f"norm_type={norm_type}: expected a positive number or inf")
@@ -127,13 +128,13 @@ def _total_norm(
     keys, numbers = list(by_axes), torch.zeros(len(powers), dtype=dtype, device=device)
     for index, power in enumerate(powers):
         numbers[index] = power
-    # In the order in which parameters name them, which is the same on all ranks of an axis.
+    # In the order of the parameters, which is the same on all ranks of an axis.
     for axis, group in groups.items():
         chosen = [index for index, key in enumerate(keys) if axis in key]
         numbers[chosen] = _all_reduced(numbers[chosen], p, group)
     total = (numbers.amax() if math.isinf(p) else numbers.sum()) if keys else numbers.sum()
     if pp_group is not None and dist.get_world_size(pp_group) > 1:
-        # Stages may differ in everything, a stage without gradients takes part too.
+        # In float64, as stages may differ in dtype; a stage without gradients takes part too.
         total = _all_reduced(total.double(), p, pp_group)
     return total if math.isinf(p) else total.pow(1.0 / p)
 
@@ -151,7 +152,7 @@ def _sum_of_powers(parts: list[Tensor], p: float, foreach: bool | None) -> Tenso
     if not norms:  # shards of this rank may all be empty
         kind = torch.promote_types(parts[0].dtype, torch.float32)
         return torch.zeros((), dtype=kind, device=parts[0].device)
-    # Where gradients lie on several devices, the first one's.
+    # If gradients are on several devices, on the first one.
     stacked = torch.stack([norm.to(norms[0].device) for norm in norms])
     return stacked.amax() if math.isinf(p) else stacked.pow(p).sum()
 
@@ -166,7 +167,7 @@ def _summed(grad: Tensor) -> Tensor:
 
 
 def sharded_over(grad: Tensor) -> dict[_Axis, dist.ProcessGroup]:
-    """Return the axes of several ranks over which ``grad`` is sharded."""
+    """Return the axes with several ranks over which ``grad`` is sharded."""
     if not isinstance(grad, DTensor):
         return {}
     mesh = grad.device_mesh
@@ -179,7 +180,7 @@ def sharded_over(grad: Tensor) -> dict[_Axis, dist.ProcessGroup]:
 
 
 def communication_device(grads: Iterable[Tensor]) -> torch.device:
-    """Return the device for collectives; gradients that FSDP offloads are on another."""
+    """Return the device for collectives; gradients that FSDP offloads are on another device."""
     for grad in grads:
         local = _local(grad)
         kind = grad.device_mesh.device_type if isinstance(grad, DTensor) else local.device.type
@@ -201,7 +202,7 @@ def _by_kind(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
 
 
 def _has_foreach(tensor: Tensor, foreach: bool | None) -> bool:
-    # On the CPU it is a loop, and takes no integers or sparse tensors anywhere.
+    # On the CPU foreach is a loop; on no device does it take integers or sparse tensors.
     return tensor.device.type != "cpu" if foreach is None else foreach
 
 

@@ -19,7 +19,7 @@ def agree_on_weights(
     """Compare ``tensors`` over some ranks, or overwrite them with those of the first one.
 
     Args:
-        tensors: on all of these ranks, by name; those on meta have no numbers.
+        tensors: on all of these ranks, by name; those on meta have no values.
         require_equal: raises an error unless facts are equal on these ranks.
         receive: overwrites a tensor with the first rank's.
         broadcasts: whether to overwrite them.
@@ -27,7 +27,7 @@ def agree_on_weights(
     if not broadcasts:
         require_equal("compares its weights", fingerprints(tensors))
         return
-    # Shapes first: a broadcast into another shape would take the process down.
+    # Shapes first: a broadcast into another shape would crash the process.
     require_equal("broadcasts its weights", _shapes(tensors))
     for value in tensors.values():
         if not value.is_meta:

@@ -1,8 +1,8 @@
-"""Comparison of which parameters have gradients, between the ranks that FSDP2 sums them over.
+"""Comparison of which parameters have gradients, between the ranks over which FSDP2 sums them.
 
-FSDP2 puts the gradients of a block that it finds one behind the other, and sums them over the
-ranks. Where a model goes another way on one part of the data than on another (a branch without
-images), it sums gradients of different parameters, without a word if they have as many elements.
+FSDP2 concatenates the gradients that it finds in a block, and sums them over the ranks. If a model
+takes different paths on different parts of the data (a branch without images), it sums gradients of
+different parameters, silently if they have the same number of elements.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _GROUPS = ("shard_process_group", "replicate_process_group")
 
 
 class SameGradients:
-    """Raises an error at the end of a backward that reduced other gradients on other ranks.
+    """Raises an error at the end of a backward that reduced different gradients on some ranks.
 
     Only in groups whose waits are watched (:mod:`sp_compiler.grid.watched_group`): on accelerators
-    the host does not wait for the numbers of other ranks.
+    the host does not wait for the data of other ranks.
 
     Args:
-        param_groups: function that returns the FSDP parameter groups, alike on all ranks.
+        param_groups: function that returns the FSDP parameter groups, the same on all ranks.
     """
 
     def __init__(self, param_groups: Callable[[], Iterable[Any]]) -> None:
@@ -37,7 +37,7 @@ class SameGradients:
     def add(self, record: Any) -> None:
         """Note that FSDP reduces a gradient of the parameter of ``record`` now."""
         backward = torch._C._current_graph_task_id()
-        # Outside of one (-1), who makes FSDP reduce calls ``compare``.
+        # Outside of a backward (-1), the caller of the reduction calls ``compare``.
         if backward != self._backward:
             self._taken, self._backward = set(), backward
             Variable._execution_engine.queue_callback(self.compare)
@@ -47,10 +47,10 @@ class SameGradients:
         """Compare the gradients that were reduced since the last call.
 
         Raises:
-            RankMismatchError: another rank has reduced those of other parameters.
+            RankMismatchError: another rank has reduced gradients of different parameters.
         """
         taken, self._taken, self._backward = self._taken, set(), -1
-        # A rank that reduces nothing, also as it has failed, leaves others waiting in their own.
+        # If a rank reduces nothing, or has failed, the others wait in their own collectives.
         if not taken:
             return
         groups = list(self._param_groups())
@@ -87,6 +87,6 @@ def _mismatch(records: list[Any], taken: set[int], rank: int, row: list[int]) ->
     return RankMismatchError(
         f"{name} has {here} gradient on this rank and {there} on rank {rank} of the same data "
         f"axis{others}, so FSDP2 has mixed gradients of different parameters: all parts of the "
-        "data must take the same way through the model; where a part of the model has no input, "
-        "pass it one that counts nothing (zeros, times 0 in the loss)"
+        "data must take the same path through the model; if a part of the model has no input, "
+        "pass it a dummy input (zeros, with weight 0 in the loss)"
     )

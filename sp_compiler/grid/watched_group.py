@@ -1,8 +1,8 @@
-"""Collectives that torch runs for us, of FSDP2 and of gradient norms, whose waits check whether
+"""Collectives that torch runs for FSDP2 and for gradient norms, with waits that check whether
 another rank has failed.
 
-FSDP2 takes the process groups of its mesh, and waits in them for as long as their timeout says. A
-:class:`WatchedGroup` in place of such a group is waited for like our own collectives::
+FSDP2 uses the process groups of its mesh, and waits in them until their timeout. A
+:class:`WatchedGroup` replaces such a group, and waits like our own collectives::
 
     FSDP2 ──> torch.distributed.all_gather_single(..., group) ──> work.wait()
                                                      WatchedGroup     look ── look ── raise: rank 1
@@ -37,7 +37,7 @@ def watch(group: Any) -> None:
 def watched(process_group: dist.ProcessGroup | WatchedGroup) -> Any:
     """Return what to pass to torch.distributed's functions in place of ``process_group``.
 
-    The group itself on accelerators, where the host does not wait, and if its ranks have no board.
+    On accelerators, where the host does not wait, and if its ranks have no board: the group itself.
     """
     if isinstance(process_group, WatchedGroup):
         return process_group
@@ -48,10 +48,10 @@ def watched(process_group: dist.ProcessGroup | WatchedGroup) -> Any:
 
 
 class WatchedGroup:
-    """A process group of which the collectives of gradients and parameters are watched.
+    """A process group whose collectives of gradients and parameters are watched.
 
     Args:
-        process_group: a gloo group; all else is its own.
+        process_group: a gloo group, which handles everything else.
         collectives: of the same group.
     """
 
@@ -63,7 +63,7 @@ class WatchedGroup:
         own = _NAMES_BEFORE_2_13.get(name)
         return getattr(self, own) if own else getattr(self._process_group, name)
 
-    # torch finds what it knows of a group in dictionaries.
+    # torch looks up properties of a group in dictionaries.
 
     def __hash__(self) -> int:
         return hash(self._process_group)
@@ -89,7 +89,7 @@ class WatchedGroup:
         return _WatchedWork(self._collectives.arrival(work, output, purpose))
 
     def reduce_scatter_single(self, output: Tensor, parts: Tensor, options: Any) -> dist.Work:
-        """Reduce ``parts`` over the ranks, of which ``output`` gets this rank's."""
+        """Reduce ``parts`` over the ranks; ``output`` gets this rank's part."""
         if not parts.is_cpu:
             return self._process_group._reduce_scatter_base(output, parts, options)
         purpose = "waits for gradients of FSDP2"
@@ -112,11 +112,11 @@ class _WatchedWork(dist.Work):
         self._arrive = arrive
 
     def wait(self, timeout: Any = None) -> bool:
-        """Wait until the result is there, for as long as the ranks wait for each other."""
+        """Wait for the result, at most as long as ranks wait for each other."""
         try:
             self._arrive()
         except Exception as error:
-            # Torch's code around it, of hooks and of norms, knows of no other rank.
+            # Torch's code around it, in hooks and norms, does not inform other ranks.
             report_everywhere(error)
             raise
         return True

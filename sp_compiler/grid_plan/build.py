@@ -57,11 +57,11 @@ def grid_plan(plan: Plan, chain: Chain, options: GridOptions) -> GridPlan:
     """
     grid, microbatches, rank_of = options.grid, options.microbatches, options.rank_of
     schedule, per_rank = options.stages()
-    # Torch's own order of actions: what is in flight follows from it, for every schedule alike.
+    # Torch's own order of actions, from which the microbatches in flight follow for any schedule.
     of_schedule = schedule, grid.pp, per_rank, microbatches
     orders = _orders(*of_schedule)
     places = _places(*of_schedule) if chain.rest else ()
-    # The search that a pipeline itself makes, so that the plan is of the cut that will run.
+    # The same search that a pipeline makes, so that the plan has the cut that will run.
     ends = _ends(chain, orders, places, options)
     link = link_of(grid, "pp", options.gpus_per_node, plan.hardware)
     most = _Program.of(chain.calls, plan, chain, ends, rank_of, link)
@@ -82,16 +82,16 @@ def grid_plan(plan: Plan, chain: Chain, options: GridOptions) -> GridPlan:
     stages = [
         _stage(chain, *each, options) for each in zip(parts, activations, own_times, strict=True)
     ]
-    # The sum of stages is an upper bound: without stages the plan has walked the step itself.
+    # The sum over calls is an upper bound; for a single stage the plan knows the exact peak.
     if grid.pp == 1:
         stages = [_exact(plan, stages[0])]
     traffic = traffic_of(plan, chain, calls, stages, ends, options)
     finish = finish_us(orders, times)
     reduction_us = _reduction_us(plan, grid)
-    # Traffic over "tp" is in the times of the calls already, that over "pp" in the timetable.
+    # Traffic over "tp" is included in the times of calls, traffic over "pp" in the timetable.
     others = ("tp", "pp")
     exposed = [sum(a.exposed_us for a in axes if a.axis not in others) for axes in traffic]
-    # Beside the rank that computes most: a pipeline cannot be faster than that one.
+    # Relative to the rank that computes most, which no pipeline can beat.
     busiest_us = microbatches * max(stage.microbatch_us for stage in stages)
     functions = most.functions, exposed, reduction_us, rest.functions if rest else ()
     return GridPlan(
@@ -104,7 +104,7 @@ def grid_plan(plan: Plan, chain: Chain, options: GridOptions) -> GridPlan:
         stages=tuple(stages),
         traffic=tuple(_largest(traffic)),
         step_us=max(map(sum, zip(finish, exposed, strict=True))) + reduction_us,
-        # A model of nothing but views takes no time.
+        # A model of only views takes no time.
         bubble=max(finish) / busiest_us - 1 if busiest_us else 0.0,
         timeline_maker=partial(GridTimeline, orders, times, *functions),
         rest=chain.rest,
@@ -114,14 +114,14 @@ def grid_plan(plan: Plan, chain: Chain, options: GridOptions) -> GridPlan:
 
 def _reduction_us(plan: Plan, grid: GridSizes) -> float:
     """Return the time to sum gradients of replicated parameters over "tp", once per step."""
-    # Behind FSDP2's own reduction, and so of this rank's shards.
+    # After FSDP2's own reduction, and so over this rank's shards.
     shards = grid.shards(divided=False)
     sums = [replace(each, num_bytes=each.num_bytes // shards) for each in plan.gradient_reduction]
-    # As if each stage had the same share: norms and biases are in every layer alike.
+    # As if each stage had the same share, because every layer has norms and biases.
     return collectives_us(sums, grid.tp, plan.hardware) / grid.pp
 
 
-# One schedule serves all settings of a search that have it; a large one takes a second to make.
+# Shared by all settings of a search with the same schedule; a large one takes a second to make.
 @lru_cache(maxsize=48)
 def _orders(
     schedule: Schedule, num_ranks: int, per_rank: int, microbatches: int
@@ -145,7 +145,7 @@ def _ends(
 ) -> list[int]:
     grid, memory_bytes = options.grid, options.memory_bytes
     num_stages = grid.pp * options.stages()[1]
-    # Without a limit cuts depend on the chain alone, which keeps them for the next plan.
+    # Without a limit cuts depend only on the chain, which keeps them for the next plan.
     if memory_bytes is None or num_stages == 1:
         return chain.ends(num_stages)
     return ends_of(
@@ -160,7 +160,7 @@ def _ends(
 
 @dataclass(frozen=True)
 class _Program:
-    """One of the programs that stages run, by stage."""
+    """One of the two programs that stages run, cut into stages."""
 
     parts: Parts
     memories: Sequence[StageMemory]
@@ -190,7 +190,7 @@ def _times_of_both(
     chain: Chain,
     options: GridOptions,
 ) -> list[StageTimes]:
-    """Return the times of stages that run some microbatches by ``rest``."""
+    """Return the times of stages that run some microbatches with ``rest``."""
     assert options.memory_bytes is not None
     saving = saving_microbatches(
         places,
@@ -232,7 +232,7 @@ def _stage(
 
 
 def _exact(plan: Plan, stage: StagePlan) -> StagePlan:
-    """Return the only stage with the peak of the full step, which is known."""
+    """Return the only stage with the exact peak of the full step."""
     kept = plan.activation_bytes
     working_bytes = plan.activation_peak_bytes - kept
     return replace(stage, activation_bytes=kept, working_bytes=working_bytes)
@@ -248,7 +248,7 @@ def _times(
 ) -> list[StageTimes]:
     times: list[StageTimes] = []
     for stage, (start, end) in enumerate(itertools.pairwise([0, *ends])):
-        # Two stages of one rank hand values over in its memory.
+        # Two stages of one rank pass values in its memory.
         has_before = stage > 0 and rank_of(stage - 1) != rank_of(stage)
         has_behind = stage < len(ends) - 1 and rank_of(stage + 1) != rank_of(stage)
         forward_us = sum(call.forward_us for call in parts[stage])
@@ -256,11 +256,12 @@ def _times(
         times.append(
             StageTimes(
                 forward_us,
-                # By difference: a call knows its step and its forward, and collectives are in both.
+                # As a difference: a call has the times of its step and its forward, both with
+                # collectives.
                 sum(call.step_us for call in parts[stage]) - forward_us,
                 link.send_us(chain.activation_bytes[start]) if has_before else 0.0,
                 link.send_us(chain.gradient_bytes[end]) if has_behind else 0.0,
-                # Two times where the backward is split; a schedule may run them far apart.
+                # Two times if the backward is split; a schedule may run the parts far apart.
                 (inputs.step_us, weights.step_us) if inputs and weights else None,
             )
         )

@@ -42,10 +42,10 @@ class Chain:
             ArgumentError: the model returns no loss.
         """
         loss = loss_of(compiled.program)
-        # Without calls that every stage repeats (masks, rotary tables) and those that no loss
-        # needs.
+        # Without calls that every stage repeats (masks, rotary tables) and calls that the loss does
+        # not need.
         numbers = chain_of(compiled.program, loss)
-        # Each call as a stage of its own: what crosses into it.
+        # The values that each call would receive as a stage of its own.
         position_of = {number: position for position, number in enumerate(numbers)}
         received = crossing(compiled.program, [loss], position_of, len(numbers))
         likes = [[sent_like(compiled, ref) for ref in refs] for refs in received[: len(numbers)]]
@@ -65,7 +65,7 @@ class Chain:
     @classmethod
     def uncut(cls, plan: Plan) -> Chain:
         """Return the chain of a single stage, which sends nothing."""
-        # All calls, with those that a pipeline repeats: a single stage runs each once.
+        # All calls, including those that a pipeline repeats: a single stage runs each once.
         nothing = [0] * len(plan.calls)
         return cls(plan.calls, plan.parameters, nothing, nothing)
 
@@ -73,7 +73,7 @@ class Chain:
         """Return where each stage ends without a memory limit; see :func:`ends_of`."""
         if num_stages == 1:
             return [len(self.calls)]
-        # Only times decide, which no size of the data axes changes: a search asks often.
+        # Cached, as a search calls this often: cuts depend only on times, not on data axes.
         if num_stages not in self.cuts:
             self.cuts[num_stages] = ends_of(self.calls, self.parameters, [1] * num_stages, None)
         return self.cuts[num_stages]

@@ -1,4 +1,4 @@
-"""A training step on a grid, for people to read: memory per stage, traffic per axis, time."""
+"""A readable plan of a training step on a grid: memory per stage, traffic per axis, time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class AxisTraffic:
         axis: its name.
         link: "node" inside a node, "network" between nodes.
         sent_bytes: bytes per step sent by the rank that sends most.
-        time_us: time of its transfers if nothing else runs.
+        time_us: time of that rank's transfers if nothing else runs.
         exposed_us: part of ``time_us`` during which that rank computes nothing; for ``pp`` it is
             counted in the bubble.
     """
@@ -59,7 +59,7 @@ class GridPlan:
             (p - 1) / (v m) for p equal ranks with v stages each and m microbatches.
         timeline_maker: derives :attr:`timeline` at its first use.
         rest: the plan of a microbatch with ``recompute_rest``, for those that do not fit otherwise.
-        memory_bytes: limit of each stage by which it was cut, if there is one.
+        memory_bytes: memory limit of each stage for the cut, if there is one.
     """
 
     microbatch: Plan
@@ -72,7 +72,7 @@ class GridPlan:
     traffic: tuple[AxisTraffic, ...]
     step_us: float
     bubble: float
-    # Not compared: it says nothing that the others do not determine.
+    # Not compared, because the other fields determine it.
     timeline_maker: Callable[[], GridTimeline] = field(repr=False, compare=False)
     rest: Plan | None = None
     memory_bytes: int | None = None
@@ -91,7 +91,7 @@ class GridPlan:
     @property
     def mfu(self) -> float:
         """Model FLOPs utilisation: the model's FLOPs over the peak of all devices in the step."""
-        # Per rank of the pipeline: "tp" is in the time of a microbatch, and data axes multiply both
+        # Per rank of the pipeline: "tp" is part of a microbatch's time, and data axes multiply both
         # sides.
         available_us = self.step_us * self.grid.pp
         ideal_us = self.microbatches * self.microbatch.work.ideal_us
@@ -197,7 +197,7 @@ class GridPlan:
 
     def _spent_text(self) -> str:
         times = self.timeline.rank_times()
-        # What this one spends is what the step takes; the others wait for it.
+        # The rank that computes most determines the step; the others wait for it.
         rank = max(range(len(times)), key=lambda each: times[each].compute_us)
         spent = times[rank]
         waits = {f"waits for {axis}": us for axis, us in spent.exposed_us.items() if us}
@@ -205,7 +205,7 @@ class GridPlan:
         shares = ", ".join(f"{name} {time_text(us)}" for name, us in parts.items())
         name = f"Rank {rank} of the pipeline, which computes most" if len(times) > 1 else "A step"
         return (
-            f"{name}: {shares}; {time_text(spent.recompute_us)} of recomputation under no transfer"
+            f"{name}: {shares}; {time_text(spent.recompute_us)} of recomputation hides no transfer"
         )
 
 

@@ -1,4 +1,4 @@
-"""A plan on a grid as a figure and as a page: memory of every stage, the course of a step."""
+"""A plan on a grid as a figure and as a page: memory of every stage, timeline of a step."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ _LEGIBLE_INCHES = 0.17  # and in the figure
 
 @dataclass(frozen=True)
 class GridFigure:
-    """Data that is drawn of a plan on a grid.
+    """Data of a plan on a grid that is drawn.
 
     Attributes:
         heading: model and grid.
-        course: what is said of the step.
+        course: title of the step's timeline.
         device: name of the hardware that times are estimated for.
         stages: what each rank of the pipeline holds.
         timeline: what each rank of the pipeline does.
@@ -69,7 +69,7 @@ class GridFigure:
     timeline: GridTimeline
 
     def draw(self, limit_bytes: int | None) -> Figure:
-        """Draw memory by rank, with a line at ``limit_bytes``, above the course of the step."""
+        """Draw memory by rank, with a line at ``limit_bytes``, and below it the timeline."""
         num_ranks = len(self.timeline.runs)
         figure, (memory, course) = new_figure((2.4, max(1.0, 0.22 * num_ranks + 0.4)))
         figure.suptitle(self.heading)
@@ -78,7 +78,7 @@ class GridFigure:
         return figure
 
     def page(self, text: str) -> str:
-        """The text of a page: the course of the step as a drawing, and the tables ``text``."""
+        """The text of a page: the timeline of the step as a drawing, and the tables ``text``."""
         environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
         source = files("sp_compiler.grid_plan").joinpath("grid_page.html")
         kinds = {run.action.kind: None for runs in self.timeline.runs for run in runs}
@@ -144,7 +144,7 @@ class GridFigure:
 
 @dataclass(frozen=True)
 class _Row:
-    """A rank of the page's drawing: outlines of its boxes by color, and numbers where they fit."""
+    """A rank in the page's drawing: outlines of its boxes by color, and numbers if they fit."""
 
     y: int
     paths: list[tuple[str, str]]
@@ -155,7 +155,7 @@ class _Row:
 def _rows(timeline: GridTimeline) -> Iterator[_Row]:
     scale = _WIDTH / (timeline.step_us or 1.0)
     for rank, (runs, spent) in enumerate(zip(timeline.runs, timeline.rank_times(), strict=True)):
-        # One outline per kind and rank, for a large step has tens of thousands of actions.
+        # One outline per kind and rank, because a large step has tens of thousands of actions.
         paths = [
             (
                 _COLORS[kind],
@@ -184,6 +184,6 @@ def _ticks(step_us: float) -> Iterator[tuple[float, str]]:
 
 
 def _outline(run: ActionRun, scale: float) -> str:
-    # Half a pixel less, so that neighbours of one color can be told apart.
+    # Half a pixel narrower, so that neighbours of the same color are distinguishable.
     left, wide = run.begin_us * scale, max(0.2, (run.end_us - run.begin_us) * scale - 0.5)
     return f"M{left:.1f} 1h{wide:.1f}v{_ROW - 2}h-{wide:.1f}z"

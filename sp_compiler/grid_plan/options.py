@@ -41,13 +41,13 @@ class GridOptions:
         require_memory(self.recompute_rest, self.memory)
         per_parameter = self.bytes_per_parameter
         is_number = isinstance(per_parameter, (int, float)) and not isinstance(per_parameter, bool)
-        # Written so that NaN is refused, too.
+        # This form of the condition also rejects NaN.
         if per_parameter != "adamw" and (not is_number or not 0 < per_parameter < math.inf):
             raise ArgumentError(
                 f"bytes_per_parameter={per_parameter!r}: expected a finite number of bytes, more "
                 'than 0, for example 18, or "adamw"'
             )
-        # True is an int, and would be read as one GPU per node.
+        # bool is a subclass of int: True would mean one GPU per node.
         per_node = self.gpus_per_node
         if isinstance(per_node, bool) or not isinstance(per_node, int) or per_node < 1:
             raise ArgumentError(f"gpus_per_node={per_node!r}: expected a positive int")
@@ -77,11 +77,11 @@ def refuse_without_grid(**given: Any) -> None:
     """
     defaults = {each.name: each.default for each in fields(GridOptions)}
     for name, value in given.items():
-        # What a grid has to be told (microbatches) is ``None`` without one.
+        # An argument that a grid requires (microbatches) is ``None`` without one.
         default = None if defaults[name] is MISSING else defaults[name]
-        # Refused, not ignored: a number that has no effect was meant to have one.
+        # Refused, not ignored: the user expects the argument to have an effect.
         if value != default:
-            others = "; without a grid it is memory_budget= or device_memory="
+            others = "; without a grid use memory_budget= or device_memory="
             raise ArgumentError(
                 f'{name}={value!r} without mesh=: give sizes by axis, such as "8x4x2"'
                 f"{others if name == 'memory' else ''}"

@@ -38,7 +38,7 @@ def build_settings(
         for _, group in itertools.groupby(settings, key=lambda each: (each.tp, each.loss_only)):
             sharded_alike = list(group)
             first = sharded_alike[0]
-            # Nobody looks at the graphs between the passes of a setting.
+            # The graphs between the passes of a setting are not shown.
             run = PassRunner(keep_graphs=False)
             compilation = Compilation(outlined[first.loss_only], first, run=run)
             for options in sharded_alike:

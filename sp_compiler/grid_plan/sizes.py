@@ -27,7 +27,7 @@ class GridSizes:
     """Number of ranks on each axis, with the axis names of ``compile`` and ``pipeline``.
 
     Neighbouring ranks differ on ``tp`` first, then on ``ep``, ``dp_shard``, ``dp_replicate``,
-    ``pp``: the axes that send most use the fastest links.
+    ``pp``, so that the axes with the most traffic use the fastest links.
     """
 
     tp: int = 1
@@ -68,7 +68,7 @@ class GridSizes:
         return self.dp_shard * self.dp_replicate * self.ep
 
     def shards(self, *, divided: bool) -> int:
-        """Number of ranks that shard a parameter's part; those of "ep" have other experts."""
+        """Number of ranks that shard a parameter's part; ranks of "ep" have different experts."""
         return self.dp_shard if divided else self.dp_shard * self.ep
 
     @property
@@ -78,7 +78,7 @@ class GridSizes:
     def spans_nodes(self, axis: str, gpus_per_node: int) -> bool:
         """Return whether neighbours on ``axis`` are on different nodes."""
         order = ("tp", "ep", "dp_shard", "dp_replicate", "pp")
-        # Whoever is ``inner`` ranks away is the next neighbour on this axis.
+        # The next neighbour on this axis is ``inner`` ranks away.
         inner = math.prod(getattr(self, name) for name in order[: order.index(axis)])
         return inner * int(getattr(self, axis)) > gpus_per_node
 
@@ -98,7 +98,7 @@ def _parsed(text: str) -> dict[str, int]:
     if not all(pairs):
         return {}
     sizes = {pair[1]: int(pair[2]) for pair in pairs if pair is not None}
-    # An axis given twice has no size.
+    # An axis that is given twice is an error.
     return sizes if len(sizes) == len(pairs) else {}
 
 
@@ -116,12 +116,12 @@ class AxisLink(Link):
         """Return the time of an all-gather or reduce-scatter of ``num_bytes`` over ``ranks``."""
         if ranks == 1:
             return 0.0
-        # A ring: each rank passes all parts on but the one that is its own in the end.
+        # A ring: each rank passes on all parts except the one that it keeps.
         return self.transfer_us(num_bytes * (ranks - 1) / ranks)
 
     def send_us(self, num_bytes: float) -> float:
         """Return the time of one message."""
-        # Nothing is sent where a stage ends in front of a call that reads nothing.
+        # Nothing is sent if a stage ends before a call that reads nothing.
         return self.transfer_us(num_bytes) if num_bytes else 0.0
 
 

@@ -32,7 +32,7 @@ class StagePlan:
         gathered_bytes: bytes that FSDP2 holds unsharded in addition.
         in_flight: largest number of forwards of a chunk whose backward has not run yet.
         activation_bytes: peak of the activations that these save.
-        working_bytes: what the peak of the step adds to them, in the call that runs then.
+        working_bytes: bytes that the call at the peak of the step adds to them.
         forward_us: estimated time of the forward of all its chunks for one microbatch.
         backward_us: estimated time of their backward.
         saving: number of microbatches of a step that each of its stages runs with ``recompute``; it
@@ -63,7 +63,7 @@ class StagePlan:
 
 def kept_bytes(calls: Sequence[CallPlan]) -> int:
     """Return the bytes that ``calls`` save for one microbatch."""
-    # A dict by storage: what several calls keep alike exists once.
+    # A dict by storage: a storage that several calls keep exists once.
     return sum(dict(pair for call in calls for pair in call.kept).values())
 
 
@@ -92,7 +92,7 @@ def held_bytes(
 ) -> float:
     """Return the bytes of a parameter in a pipeline: its state, and its unsharded copy under
     FSDP2."""
-    # Gradients too: they are reduced behind the last microbatch, in full until then.
+    # Gradients too: they stay unsharded until they are reduced after the last microbatch.
     gathered = size.num_bytes * (1 + size.trained) if grid.data > 1 else 0
     return state_bytes(size, bytes_per_parameter, grid) + gathered
 

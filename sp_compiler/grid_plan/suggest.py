@@ -1,8 +1,8 @@
 """Search for the fastest grid, schedule and recompute setting that fit a device's memory.
 
 Candidates are planned as by :func:`sp_compiler.plan`, the most promising first. Candidates that
-cannot win are skipped: the average memory of their stages is too high, or the schedule's time for
-equal stages is not below that of the plans found so far.
+cannot win are skipped: those whose stages need too much memory on average, or whose schedule, even
+with equal stages, is not faster than the plans found so far.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from sp_compiler.pipeline_parallel.schedules import SCHEDULES
 from sp_compiler.planning.plan import Plan
 from sp_compiler.trace.arguments import ExampleInputs, checked_inputs
 
-_CHUNKS = (2, 3, 4)  # of a rank, where the schedule interleaves
+_CHUNKS = (2, 3, 4)  # per rank, for interleaved schedules
 
 
 @partial(with_options, explained=("tp", "mesh"))
@@ -59,8 +59,8 @@ def suggest(  # noqa: PLR0913 - all by keyword, each described below
 
     Finds the best schedule and recompute setting for each grid of tensor-parallel ranks inside a
     node, pipeline stages and data-parallel ranks, with or without FSDP2. If the best plans leave
-    memory, ``recompute_rest`` is tried on them, with ``memory`` for each stage as in their
-    :attr:`GridPlan.memory_bytes`. Works on shapes alone, in one process, as :func:`plan` does.
+    memory unused, ``recompute_rest`` is tried on them, with ``memory`` for each stage as in their
+    :attr:`GridPlan.memory_bytes`. Uses only shapes, in one process, like :func:`plan`.
 
     >>> with torch.device("meta"):
     ...     model = LlamaForCausalLM(config).bfloat16()
@@ -73,7 +73,7 @@ def suggest(  # noqa: PLR0913 - all by keyword, each described below
         model: in the mode (train or eval, autocast) to plan for.
         example_inputs: (args, kwargs) of one microbatch.
         gpus: number of devices.
-        memory: limit for a step on each device, in bytes or as "75GiB". Leave some GiB of the
+        memory: limit for a step on each device, in bytes or as "75GiB". Leave a few GiB of the
             device's memory for its context, libraries and fragmentation.
         microbatches: number of microbatches per step on all devices together: the global batch size
             divided by the example's.
@@ -83,7 +83,7 @@ def suggest(  # noqa: PLR0913 - all by keyword, each described below
         top: number of plans to return.
 
     Raises:
-        ArgumentError: an invalid argument. If no grid fits, that is no error: the result is empty,
+        ArgumentError: an invalid argument. It is not an error if no grid fits: the result is empty,
             and its ``rejected`` says what each grid would need.
         CaptureError: the model has control flow that depends on parameters or activations.
     """
@@ -96,10 +96,10 @@ def suggest(  # noqa: PLR0913 - all by keyword, each described below
         GridSizes(), 1, bytes_per_parameter=bytes_per_parameter, gpus_per_node=gpus_per_node
     )
     args, kwargs = checked_inputs(model, example_inputs)
-    # Not "auto", which needs a budget: what a stage has left for activations depends on the cut.
+    # Not "auto", which needs a budget: the memory left for activations depends on the cut.
     every = [name for name in RECOMPUTE if name != "auto"]
     policies = [options["recompute"]] if "recompute" in options else every
-    # Nodes are divided evenly: a group across two nodes would send over the network.
+    # Divisors of the node size only: a group across two nodes would send over the network.
     widths = [tp for tp in range(1, gpus_per_node + 1) if gpus_per_node % tp == gpus % tp == 0]
     schedules = list(dict.fromkeys(schedules))
     settings = _settings(widths, policies, schedules, options)
@@ -124,12 +124,12 @@ def suggest(  # noqa: PLR0913 - all by keyword, each described below
 def _settings(
     widths: Sequence[int], policies: Sequence[str], schedules: Sequence[str], options: Options
 ) -> list[CompileOptions]:
-    """Return every form of the model that a grid may need, those of equal ``tp`` in a row."""
+    """Return all options with which a grid may need the model compiled, grouped by ``tp``."""
     splits = {SCHEDULES[name].delays_weights for name in schedules}
-    # One stage returns what the model returns and needs no schedule: its backward is one function.
+    # A single stage has the model's outputs and no schedule, so its backward is one function.
     forms = [(False, False), *((True, split) for split in sorted(splits))]
     return [
-        # As pipeline compiles it, so that what inputs alone determine is in no stage.
+        # As pipeline() compiles it, so that values that depend only on inputs are in no stage.
         replace(
             CompileOptions.of(tp, {**options, "recompute": recompute}),
             tables_apart=True,
@@ -144,35 +144,35 @@ def _settings(
 
 def _check(schedules: Sequence[str], options: Options) -> None:
     """Raise an error for unknown schedules, and for options that the search does not support."""
-    known = [*SCHEDULES]  # a list: what cannot be hashed is unknown, too
+    known = [*SCHEDULES]  # a list, so that unhashable values are unknown too
     listed = isinstance(schedules, Sequence) and not isinstance(schedules, str)
-    # Of no schedules only grids without stages would be left, and the others not even rejected.
+    # Without schedules only grids without stages would be left, the others not even rejected.
     if not listed or not schedules or any(name not in known for name in schedules):
         raise ArgumentError(f"schedules={schedules!r}: expected a list of {', '.join(known)}")
     if taken := sorted({"tp", "mesh"} & options.keys()):
         raise ArgumentError(f"{taken[0]}={options[taken[0]]!r}: suggest finds it; leave it out")  # type: ignore[literal-required]
     if options.get("strict"):
         raise ArgumentError(
-            "strict=True: what is replicated on one grid need not be on another, and suggest "
-            "compares their times alone; leave it out, and plan the grid of your choice with it"
+            "strict=True: parts that are replicated on one grid may be sharded on another, and "
+            "suggest compares only times; leave it out, and plan the grid of your choice with it"
         )
 
 
 def _grids(gpus: int, tp: int, num_layers: int) -> Iterator[GridSizes]:
-    """Return grids of this number of devices; the data axis is either sharded by FSDP2 or
-    replicated."""
+    """Return grids of this number of devices; the data axis is either ``dp_shard`` or
+    ``dp_replicate``."""
     for pp in range(1, num_layers + 1):
         if (gpus // tp) % pp == 0:
             data = gpus // tp // pp
             yield GridSizes(tp, pp, dp_shard=data)
-            # Both at once (HSDP) is not tried: it lies between the two in memory and in time.
+            # Both at once (HSDP) is not tried: it is between the two in memory and in time.
             if data > 1:
                 yield GridSizes(tp, pp, dp_replicate=data)
 
 
 @dataclass(frozen=True)
 class _Setting:
-    """Data of a compiled program for the search; of one stage, or of several."""
+    """Data of a compiled program for the search, for a single stage or for several."""
 
     plan: Plan
     chain: Chain
@@ -211,7 +211,7 @@ class _Setting:
         microbatch_us = sum(call.step_us for call in calls) / grid.pp
         waits_us = (grid.pp - 1) * microbatch_us / options.stages()[1]
         if options.stages()[0].delays_weights:
-            # arXiv 2401.10241, table 2: what remains is at least the forwards; in a V, nothing.
+            # arXiv 2401.10241, table 2: the bubble is at least the forwards; none in a V schedule.
             forward_us = sum(call.forward_us for call in calls) / grid.pp
             waits_us = 0.0 if options.stages()[0].is_v else (grid.pp - 1) * forward_us
         return options.microbatches * microbatch_us + waits_us
@@ -232,20 +232,20 @@ class _Candidate:
     options: GridOptions
 
     def made(self, plan: GridPlan) -> bool:
-        """Return whether ``plan`` is of this candidate."""
+        """Return whether ``plan`` was made from this candidate."""
         made_with = plan.grid, plan.schedule, plan.stages_per_rank
         own = self.options.grid, self.options.schedule, self.options.stages()[1]
         return own == made_with and plan.microbatch is self.setting.plan
 
     def differs_in_recompute(self, other: _Candidate) -> bool:
-        """Return whether recomputation is all that is different in ``other``."""
+        """Return whether ``other`` differs only in ``recompute``."""
         own, others = self.setting.options, other.setting.options
         return self.options == other.options and own == replace(others, recompute=own.recompute)
 
     def with_rest(self, rest: _Candidate, memory_bytes: int) -> _Candidate:
-        """Return one whose stages run by ``rest`` what does not fit a device."""
+        """Return a candidate whose stages run microbatches that do not fit with ``rest``."""
         name = str(rest.setting.options.recompute)
-        # A limit is for a stage, and all stages of a rank are in one memory.
+        # The limit is per stage, and all stages of a rank share its memory.
         memory = memory_bytes // self.options.stages()[1]
         return _Candidate(
             self.least_us,
@@ -267,7 +267,7 @@ class _Search:
         ]
         self._candidates: list[_Candidate] = []
         self._best: dict[GridSizes, GridPlan] = {}
-        # Of grids without a plan: the least memory of any setting, and the least time.
+        # For grids without a plan: the minimum memory of any setting, and the minimum time.
         self._needed_bytes: dict[GridSizes, float] = {}
         self._least_us: dict[GridSizes, float] = {}
         self._impossible: dict[GridSizes, str] = {}
@@ -275,7 +275,7 @@ class _Search:
     def add(self, setting: _Setting, grid: GridSizes, microbatches: int, like: GridOptions) -> None:
         """Add the candidates of ``setting`` on ``grid``, otherwise like ``like``."""
         if microbatches % grid.data:
-            self._impossible[grid] = f"{microbatches} microbatches do not divide by {grid.data}"
+            self._impossible[grid] = f"{microbatches} microbatches are not divisible by {grid.data}"
             return
         for schedule, per_rank in self._schedules if grid.pp > 1 else [("1f1b", None)]:
             if SCHEDULES[schedule].delays_weights != setting.options.split_backward:
@@ -291,7 +291,7 @@ class _Search:
             except ArgumentError as error:  # too few microbatches, or some left over
                 self._impossible[grid] = str(error)
                 continue
-            # Silently: the grid itself may do, with fewer stages per rank.
+            # Silently: the grid may still work with fewer stages per rank.
             if grid.pp * options.stages()[1] > setting.num_layers and grid.pp > 1:
                 continue
             needed, least_us = setting.least_bytes(options), setting.least_us(options)
@@ -302,7 +302,7 @@ class _Search:
     def run(self) -> Suggestions:
         """Plan candidates until no remaining one can be among the best."""
         self._plan_all(each for each in self._candidates if each.needed <= self._memory_bytes)
-        self._plan_all([*self._mixed()])  # all, before a plan of one takes the place of another
+        self._plan_all([*self._mixed()])  # a list, as planning changes the best plans
         kept = self._fastest()
         return Suggestions(tuple(kept), tuple(self._rejected(kept)), self._memory_bytes)
 
@@ -323,8 +323,8 @@ class _Search:
         """Return candidates that use the memory which the best plans leave.
 
         Their stages run as many microbatches as fit with less recomputation. Other plans are not
-        tried so: how many fit is known only when the stages are cut, so that no bound of the time
-        would leave many of them out.
+        tried with two settings: how many microbatches fit is known only after the cut, so there is
+        no lower bound of the time that would exclude many of them.
         """
         for plan in self._fastest():
             (rest,) = (each for each in self._candidates if each.made(plan))
@@ -343,7 +343,7 @@ class _Search:
 
     def _planned(self, setting: _Setting, options: GridOptions) -> GridPlan | None:
         """Return the plan if it fits, with a cut that respects memory if necessary."""
-        # First without a limit: that cut is made once for all sizes of the data axes.
+        # First without a limit, because that cut is shared by all sizes of the data axes.
         limits = [None, self._memory_bytes] if options.grid.pp > 1 else [None]
         for memory in limits if options.memory is None else [options.memory]:
             try:
@@ -361,7 +361,7 @@ class _Search:
     def _rejected(self, kept: Sequence[GridPlan]) -> Iterator[Rejected]:
         """Return grids that are not among ``kept``, the closest first."""
         shown = {plan.grid for plan in kept}
-        # A grid may have been put off before a plan of it was found: the plan tells more.
+        # A grid may have a lower bound from one setting and a plan from another: show the plan.
         known_us = {grid: plan.step_us for grid, plan in self._best.items()}
         times_us = {**self._least_us, **known_us}
         for grid, step_us in sorted(times_us.items(), key=lambda each: each[1]):

@@ -53,19 +53,19 @@ class Suggestions(Sequence[GridPlan]):
         return iter(self.plans)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: the figures of the table, in bytes and microseconds."""
+        """Plain data: the values of the table, in bytes and microseconds."""
         return {
             "memory_bytes": self.memory_bytes,
             "plans": [
                 {
                     **asdict(plan.grid),
-                    # One stage runs none, whatever the plan was made with.
+                    # A single stage runs no schedule, whatever the plan was made with.
                     "schedule": plan.schedule if plan.grid.pp > 1 else None,
                     "stages_per_rank": plan.stages_per_rank,
                     "microbatches": plan.microbatches,
                     "recompute": plan.microbatch.options["recompute"],
                     "recompute_rest": plan.rest and plan.rest.options["recompute"],
-                    # The limit of a stage, with which a pipeline makes the same choice.
+                    # The limit per stage; with it a pipeline makes the same choice.
                     "memory": plan.memory_bytes,
                     "step_us": plan.step_us,
                     "mfu": plan.mfu,
@@ -82,7 +82,7 @@ class Suggestions(Sequence[GridPlan]):
         return json.dumps(self.to_dict(), indent=2)
 
     def __str__(self) -> str:
-        head = ("grid", "schedule", "recompute", "step", "MFU", "memory", "against the first")
+        head = ("grid", "schedule", "recompute", "step", "MFU", "memory", "compared to the first")
         rows = [
             (
                 str(plan.grid),
@@ -108,7 +108,7 @@ class Suggestions(Sequence[GridPlan]):
 
 def schedule_text(plan: GridPlan) -> str:
     """Return the schedule as text."""
-    # The default would be named otherwise, and read as a choice that the search made.
+    # Otherwise the default would be shown, and look like a choice of the search.
     if plan.grid.pp == 1:
         return "no stages"
     chunks = f" x {plan.stages_per_rank}" if plan.stages_per_rank > 1 else ""
@@ -116,7 +116,7 @@ def schedule_text(plan: GridPlan) -> str:
 
 
 def recompute_text(plan: GridPlan) -> str:
-    """Return the recompute setting as text, of a mix how many microbatches a stage runs so."""
+    """Return the recompute setting as text; for two settings, with the share of microbatches."""
     most = str(plan.microbatch.options["recompute"])
     if plan.rest is None:
         return most
@@ -135,7 +135,7 @@ def _parts_us(plan: GridPlan) -> dict[str, float]:
     if plan.rest is not None:
         share = _share(plan)
         work = work.times(share) + plan.rest.work.times(1 - share)
-    # As if stages were equal: what they are not shows as time that ranks wait.
+    # As if stages were equal: differences between them show as waiting time.
     exposed_us = {each.axis: each.exposed_us for each in plan.traffic}
     per_rank = plan.microbatches / ranks
     parts = {
@@ -146,7 +146,7 @@ def _parts_us(plan: GridPlan) -> dict[str, float]:
             time_us for axis, time_us in exposed_us.items() if axis.startswith("dp")
         ),
     }
-    # By difference, so that the parts add up: uneven stages, messages and the bubble are in it.
+    # As a difference, so that the parts add up; it includes uneven stages, messages and the bubble.
     return {**parts, "waiting in the pipeline": plan.step_us - sum(parts.values())}
 
 
@@ -156,8 +156,8 @@ def _loss(plan: GridPlan, best: GridPlan) -> str:
         return ""
     own, others = _parts_us(plan), _parts_us(best)
     slower = 100 * (plan.step_us / best.step_us - 1)
-    # What it gains elsewhere as well, or the times would not add up. Three causes, and none below a
-    # thousandth: a reader wants to know what to change.
+    # Gains are listed as well, or the times would not add up. At most three causes, each at least a
+    # thousandth of the step: a reader wants to know what to change.
     more_us = {name: own[name] - others[name] for name in own}
     largest = sorted(more_us, key=lambda name: abs(more_us[name]), reverse=True)[:3]
     causes = [

@@ -1,4 +1,4 @@
-"""Simulation of a step on a grid: when each rank of the pipeline and its links do what.
+"""Simulation of a step on a grid: what each rank of the pipeline and its links do when.
 
 A rank computes one action at a time. Within it, collectives over "tp" overlap with kernels as the
 generated functions start them and wait for them; between ranks, activations and their gradients
@@ -28,13 +28,13 @@ Functions = Mapping[Any, StepTimeline]
 """The functions that an action of a stage runs, by the action's kind."""
 
 _LETTERS = {FORWARD: "F", FULL_BACKWARD: "B", BACKWARD_INPUTS: "I", BACKWARD_WEIGHTS: "W"}
-# Activations and gradients come over one axis, at the same time: a row for each.
+# Activations and gradients may arrive over the same axis at the same time: one row each.
 _ROWS = ("compute", "tp", "pp activations", "pp gradients", "dp")
 
 
 @dataclass(frozen=True)
 class RankTime:
-    """Times of one rank of a pipeline in a step; all but ``recompute_us`` add up to it.
+    """Times of one rank of a pipeline in a step; all except ``recompute_us`` add up to the step.
 
     Attributes:
         compute_us: time in which kernels run.
@@ -60,7 +60,7 @@ class GridTimeline:
         functions: generated functions of every stage, by kind of action.
         data_us: per rank, exposed time of transfers over the data axes.
         reduction_us: time of the final reduction over "tp" of replicated parameters' gradients.
-        rest_functions: as ``functions``, of microbatches that recompute more, if there are any.
+        rest_functions: like ``functions``, for microbatches that recompute more, if any.
     """
 
     orders: Sequence[Sequence[Action]]
@@ -78,7 +78,7 @@ class GridTimeline:
     @property
     def step_us(self) -> float:
         """Time from the first forward to the last gradient."""
-        # The reduction over "tp" is behind all: it is one for the gradients of all microbatches.
+        # The reduction over "tp" is last: one reduction for the gradients of all microbatches.
         ends = (own[-1].end_us + data_us for own, data_us in self._by_rank())
         return max(ends) + self.reduction_us
 
@@ -87,11 +87,11 @@ class GridTimeline:
         times = []
         for own, data_us in self._by_rank():
             costs = [self._functions(run) for run in own]
-            # Of a plan without a course of functions the actions are known, and computing alone.
+            # A plan without function timelines has only actions, which count as compute.
             tp_us = sum(sum(each.exposed_us.values()) for each in costs)
             pp_us = sum(run.message_us for run in own)
             acting_us = sum(run.end_us - run.begin_us for run in own)
-            # What is left: a rank waits in front of its schedule, within it, and behind it.
+            # The remainder: a rank waits before, within and after its schedule.
             waits_us = self.step_us - self.reduction_us - acting_us - pp_us - data_us
             times.append(
                 RankTime(
@@ -133,7 +133,7 @@ class GridTimeline:
             if data_us:
                 begin_us = own[-1].end_us
                 events.append(_event(rank, "dp", "gather and reduce", begin_us, data_us))
-        # The unit on the screen; times are in microseconds. In ms short kernels would read as 0.
+        # The display unit; times are in microseconds. In ms short kernels would be shown as 0.
         trace = {"traceEvents": events, "displayTimeUnit": "ns"}
         Path(path).write_text(json.dumps(trace), encoding="utf-8")
 
@@ -142,7 +142,7 @@ class GridTimeline:
         about = {"stage": stage, "microbatch": number, "phase": kind.name.lower()}
         name, took_us = f"{_LETTERS[kind]}{number}", run.end_us - run.begin_us
         yield _event(rank, "compute", name, run.begin_us, took_us, category="action", **about)
-        # How long it was on its way: not when it was waited for, which is what is exposed.
+        # Time in transit, not the time that was waited for it, which is the exposed part.
         times = self.times[stage]
         travel_us = times.receive_us if kind is FORWARD else times.receive_gradient_us
         if run.sent_us and travel_us:
@@ -150,7 +150,7 @@ class GridTimeline:
             yield _event(rank, row, name, run.sent_us, travel_us, **about)
         if not drawn:
             return
-        # A function's times are its own: it begins when the action does.
+        # A function's times are relative to the start of the action.
         for function, span in self._functions(run).spans():
             yield _event(
                 rank,
@@ -171,7 +171,7 @@ class GridTimeline:
         stage = run.action.stage
         recomputes = self.times[stage].recomputes(run.action.microbatch)
         functions = (self.rest_functions if recomputes else self.functions)[stage]
-        # A stage of frozen layers alone has no backward, and yet takes its turn in the schedule.
+        # A stage of only frozen layers has no backward, but keeps its place in the schedule.
         return functions.get(run.action.kind, StepTimeline(()))
 
 

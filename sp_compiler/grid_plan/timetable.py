@@ -68,7 +68,7 @@ class ActionRun(NamedTuple):
     Attributes:
         free_us: time when the rank's previous action ended.
         sent_us: time when the neighbouring stage had computed its input; 0 if it needs none.
-        begin_us: time when that input had arrived, too.
+        begin_us: time when that input had also arrived.
     """
 
     action: Action
@@ -105,8 +105,8 @@ def run_orders(
 def finish_us(orders: Sequence[Sequence[Action]], times: Sequence[StageTimes]) -> list[float]:
     """Return when each rank has finished its order."""
     finished_us = [0.0] * len(orders)
-    # Keeps no run: a search asks for many times of 100 000 actions, which Python's garbage
-    # collector would go through again and again.
+    # Does not keep the runs: a search simulates many schedules of 100 000 actions, which Python's
+    # garbage collector would traverse again and again.
     for rank, run in _simulated(orders, times):
         finished_us[rank] = run.end_us
     return finished_us
@@ -117,14 +117,14 @@ def _simulated(
 ) -> Iterator[tuple[int, ActionRun]]:
     """Yield each run with its rank, those of a rank in order."""
     last_stage = len(times) - 1
-    # By direction, stage and microbatch. The gradients of inputs are what the stage before waits
-    # for, whichever action makes them.
+    # By direction, stage and microbatch. The previous stage waits for the gradients of inputs,
+    # whichever action computes them.
     done_us: dict[tuple[bool, int, int], float] = {}
     waiting: dict[tuple[bool, int, int], int] = {}
     places = [0] * len(orders)
     clock_us = [0.0] * len(orders)
-    # Ranks whose next action has what it needs; others are woken by the action that makes it, so
-    # that each action is looked at twice at most.
+    # Ranks whose next action has its input. The others are woken by the action that computes it, so
+    # that each action is visited at most twice.
     runnable = list(range(len(orders)))
     while runnable:
         rank = runnable.pop()
@@ -152,5 +152,5 @@ def _simulated(
                 done_us[made] = end_us
                 if made in waiting:
                     runnable.append(waiting.pop(made))
-    # A cycle between ranks would leave actions that nothing wakes.
+    # With a cycle between ranks, some actions would never be woken.
     assert places == list(map(len, orders)), "the schedule waits for itself"

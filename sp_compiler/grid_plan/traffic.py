@@ -65,12 +65,12 @@ def _tensor(
         for item in (*block.forward, *block.backward)
     )
     time_us = sum(block.work.communication_us for block in blocks)
-    # What overlaps with gradients of weights in the block's own backward is no time of the step.
+    # Communication that the block's own kernels hide does not lengthen the step.
     hidden_us = sum(block.work.hidden_us for block in blocks)
     return AxisTraffic(
         "tp",
         link.name,
-        # A ring: every rank sends all parts but its own.
+        # A ring: every rank sends all parts except its own.
         microbatches * crossed_bytes * (tp - 1) // tp,
         microbatches * time_us,
         microbatches * (time_us - hidden_us),
@@ -80,7 +80,7 @@ def _tensor(
 def _rows(
     plan: Plan, calls: Sequence[CallPlan], ep: int, microbatches: int, link: AxisLink
 ) -> AxisTraffic:
-    """Rows of tokens on their way to their experts and back, if experts get equally many."""
+    """Rows of tokens sent to their experts and back, if all experts get the same number."""
     blocks = [plan.block(call.block) for call in calls]
     sent = [
         item
@@ -122,7 +122,7 @@ def _data(
     See :func:`~sp_compiler.grid_plan.stage_plan.gathered_bytes`.
     """
     used = used_parameters(calls, chain.parameters)
-    # In the parameters' own dtype: what a mixed precision policy casts to is not known here.
+    # In the parameters' own dtype: the dtype of a mixed precision policy is not known here.
     sharded = [
         (
             grid.shards(divided=divided),
@@ -132,9 +132,9 @@ def _data(
         for divided in sorted({size.divided for size in used})
     ]
     axes: list[AxisTraffic] = []
-    # A pipeline gathers in front of its schedule and reduces behind it, once in a step, while
-    # nothing else runs. Else every microbatch does, and gathers once more in backward; only the
-    # first of a group of transfers has nothing to run under.
+    # A pipeline gathers before its schedule and reduces after it, once per step, while nothing else
+    # runs. Otherwise every microbatch gathers and reduces, and gathers again in backward; only the
+    # first of a group of transfers has nothing to hide under.
     times = 1 if grid.pp > 1 else microbatches
     hiding_us, hiding_backward_us = (
         (0.0, 0.0) if grid.pp > 1 else (stage.microbatch_us, stage.backward_us)
@@ -161,7 +161,7 @@ def _data(
             )
         )
     if (replicate := grid.dp_replicate) > 1:
-        # Of what the reduce-scatter left; an all-reduce is two rings.
+        # Over the shard that the reduce-scatter leaves; an all-reduce is two rings.
         link = links["dp_replicate"]
         num_bytes = sum(gradient_bytes // shard for shard, _, gradient_bytes in sharded)
         each_us = 2 * link.ring_us(num_bytes, replicate)
@@ -179,5 +179,5 @@ def _shard_axes(grid: GridSizes) -> tuple[str, ...]:
     """Return the axes over which FSDP2 shards, the one with the slowest link first."""
     if grid.ep == 1:
         return ("dp_shard",)
-    # Not "ep" alone, which is the axis of the rows.
+    # Not only "ep", which names the traffic of rows.
     return ("dp_shard", "ep") if grid.dp_shard > 1 else ("ep", "dp_shard")

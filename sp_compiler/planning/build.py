@@ -55,15 +55,15 @@ from sp_compiler.planning.plan import Plan
 @without_autocast()
 def make_plan(compiled: CompiledProgram, options: CompileOptions, model_name: str = "") -> Plan:
     """Return the plan of ``compiled``, whose ``regions`` must be partitioned."""
-    # Memory is a matter of the whole step (calls share storages, outputs outlive them), time one of
-    # each function: so one walk for the one, sums over distinct blocks for the other.
+    # Memory depends on the whole step (calls share storages, outputs outlive them), so it takes one
+    # walk over the step. Time is a sum over distinct blocks.
     memory, device = step_memory(compiled), options.device
     accumulating = step_memory(compiled, accumulates=True)
     kept, sent = (
         {region.name: _kept(compiled, region, memory, items) for region in compiled.program.regions}
         for items in (memory.kept, memory.sent)
     )
-    # Inductor makes one kernel of what any other backend runs operator by operator.
+    # Inductor fuses operators that other backends run one by one.
     fused = options.fuses
     blocks = tuple(
         _block(compiled, region, kept[region.name], sent[region.name], device, fused=fused)
@@ -73,10 +73,10 @@ def make_plan(compiled: CompiledProgram, options: CompileOptions, model_name: st
     state = ModelState.of(sizes)
     bucket = _gradient_reduction(compiled, sizes)
     work = sum((block.work.times(block.num_calls) for block in blocks), Work())
-    # The bucket belongs to no block: it is reduced once, behind the last backward.
+    # The bucket belongs to no block: it is reduced once, after the last backward.
     work += Work(communication_us=collectives_us(list(bucket), compiled.world_size, device))
     schedule = step_timeline(compiled, memory.timeline, bucket, device, fused=fused)
-    # Not the sum over blocks: the first and the last layer of a row recompute ahead for one less.
+    # Not the sum over blocks: with recompute prefetch the ends of a run of layers differ.
     hidden_us = work.communication_us - sum(schedule.exposed_us.values())
     return Plan(
         model_name=model_name or "model",
@@ -105,7 +105,7 @@ def make_plan(compiled: CompiledProgram, options: CompileOptions, model_name: st
         parameters=_parameters(compiled, sizes),
         timeline=memory.timeline,
         schedule=schedule,
-        # Made on demand: sympy takes tenths of a second, and few plans are asked for formulas.
+        # Made on demand: sympy takes tenths of a second, and formulas are rarely read.
         formula_maker=cache(partial(activation_formula, compiled, memory, kept)),
     )
 
@@ -147,7 +147,7 @@ def _block(
     )
     forward_work = work = _work(parts.forward, compiled.world_size, device, fused=fused)
     backward: tuple[Collective, ...] = ()
-    # Calls in a row may do the same work in another order, most of them in this one.
+    # Consecutive calls may do the same work in another order; most use this one.
     graph = parts.middle_backward
     if graph is not None:
         work += _work(graph, compiled.world_size, device, fused=fused)
@@ -167,8 +167,8 @@ def _block(
 def _kept(
     compiled: CompiledProgram, region: Region, memory: StepMemory, saved: Sequence[Kept]
 ) -> list[KeptStorage]:
-    """Return the tensors of ``saved`` that each call of ``region`` saves, by position; if calls
-    differ, the last's."""
+    """Return the tensors of ``saved`` that each call of ``region`` saves, by position; those of the
+    last call if calls differ."""
     holders: dict[Storage, int] = {}
     for item in memory.kept:
         holders[item.storage] = holders.get(item.storage, 0) + 1
@@ -179,7 +179,7 @@ def _kept(
     storages = []
     for position, items in sorted(by_position.items()):
         shared: Shared = ""
-        # `all`: where only one call returns its tensor, the others still pay for theirs.
+        # `all`: if only one call returns its tensor, the tensors of the others still count.
         if all(item.storage in memory.returned for item in items):
             shared = "returned"
         elif all(holders.get(item.storage, 0) > 1 for item in items):
@@ -196,8 +196,8 @@ def _gathered_again(parts: Partitioned) -> set[str]:
     return {
         node.name
         for node in parts.step_backward.find_nodes(op="placeholder")
-        # In the list of saved tensors a shard looks like any other: only its reader in backward
-        # tells that it is gathered again.
+        # In the list of saved tensors a shard looks like any other: only its user in backward
+        # shows that it is gathered again.
         if any(collective_of(user) == "all_gather" for user in _through_views(node))
     }
 
@@ -239,7 +239,7 @@ def _work(graph: Graph, world_size: int, device: Hardware, *, fused: bool) -> Wo
             continue
         model, hardware = node_flops(node)
         recomputed = bool(node.meta.get("recomputed"))
-        # What is recomputed is no work of the model's: MFU counts each of its FLOPs once.
+        # Recomputation is not work of the model: MFU counts each of the model's FLOPs once.
         own_flops = 0 if recomputed else model
         time_us = compute_us(node, device, traffic)
         total += Work(
@@ -252,7 +252,7 @@ def _work(graph: Graph, world_size: int, device: Hardware, *, fused: bool) -> Wo
             if own_flops
             else 0.0,
         )
-    # Not a sum over nodes: a collective hides under whatever runs until it is waited for.
+    # Not a sum over nodes: all work between a collective's start and its wait hides it.
     spent_us = elapsed_us(graph, world_size, device, traffic)
     hidden_us = total.compute_us + total.communication_us - spent_us
     return total + Work(hidden_us=hidden_us)
@@ -265,8 +265,8 @@ def _calls(
     numbers: dict[Storage, int] = {}
     kept: dict[int, dict[int, int]] = {}
     for item in memory.kept:
-        # Also what the model returns: a stage returns the loss alone, and keeps logits that its
-        # backward needs for each microbatch in flight.
+        # Including tensors that the model returns: a stage returns only the loss, and keeps logits
+        # that its backward needs for each microbatch in flight.
         number = numbers.setdefault(item.storage, len(numbers))
         kept.setdefault(item.call, {})[number] = item.storage.num_bytes
 
@@ -306,8 +306,8 @@ def _notes(compiled: CompiledProgram) -> Iterator[str]:
 def _without_effect(
     compiled: CompiledProgram, options: CompileOptions, memory: StepMemory
 ) -> Iterator[str]:
-    """Yield one line per option that was asked for and changes nothing, with the reason."""
-    # A program without an operator of its own has no regions, and no reports of their passes.
+    """Yield one line per option that was given and changes nothing, with the reason."""
+    # A program without operators has no regions, and no reports of their passes.
     reports: dict[str, PassReport] = {}
     reports |= {name: PassReport(name) for name in (Pass.CHUNK, Pass.ASYNC_TP)}
     reports |= {report.name: report for report in compiled.reports}
@@ -315,18 +315,18 @@ def _without_effect(
     for_ranks = {"half_batches": options.half_batches is True, "async_tp": options.async_tp}
     if compiled.world_size == 1:
         for name in [name for name, is_asked in for_ranks.items() if is_asked]:
-            yield f"{name}=True changes nothing on one rank, which communicates with no other"
+            yield f"{name}=True changes nothing on one rank, which does not communicate"
     elif options.async_tp and not reports[Pass.ASYNC_TP].rewrites:
         declined = Counter(item.reason for item in reports[Pass.ASYNC_TP].declined)
-        no_candidate = "no rows are gathered or scattered in forward that ranks wait for"
+        no_candidate = "forward has no exposed gather or scatter of rows"
         reason = declined.most_common(1)[0][0] if declined else no_candidate
         yield f"async_tp=True changes nothing here: {reason}"
     if options.offload and not memory.host_bytes:
-        yield "offload=True sends nothing to the host: in this budget that would not save time"
+        yield "offload=True sends nothing to the host: within this budget that would not save time"
     if options.loss_chunks not in ("auto", 1) and not any(kind[:3] == "in " for kind in chunks):
         yield (
             f"loss_chunks={options.loss_chunks} changes nothing here: no loss head was found whose "
-            "logits are wider than what they are computed from, and read by the loss alone"
+            "logits are wider than their input, and read only by the loss"
         )
     if options.attention_chunks not in ("auto", 1) and not any("attention" in k for k in chunks):
         yield (
@@ -336,7 +336,7 @@ def _without_effect(
 
 
 def _output_notes(compiled: CompiledProgram) -> Iterator[str]:
-    """Yield a note if there is nothing to train, as where a forward forgets to return its loss."""
+    """Yield a note if there is nothing to train, for example if forward does not return a loss."""
 
     def has_gradient(ref: object) -> bool:
         if not isinstance(ref, Ref) or ref.kind != "call":
@@ -345,7 +345,7 @@ def _output_notes(compiled: CompiledProgram) -> Iterator[str]:
         return compiled.differentiable[region.name][ref.output]
 
     if not any(map(has_gradient, compiled.program.outputs)):
-        yield "nothing that the model returns has a gradient: there is no backward"
+        yield "none of the model's outputs requires a gradient: there is no backward"
 
 
 def _padding_notes(compiled: CompiledProgram) -> Iterator[str]:
@@ -355,7 +355,7 @@ def _padding_notes(compiled: CompiledProgram) -> Iterator[str]:
         activations = activations_of(region)
         for node in region.module.graph.nodes:
             # From the values and not from the parameters: a weight may be sharded along its other
-            # dim, while what it is multiplied with is padded.
+            # dim, while the other operand of its matmul is padded.
             heads = compiled.paddable.get((region.name, node.meta.get("source", node.name)))
             if heads is None:
                 continue
@@ -364,6 +364,6 @@ def _padding_notes(compiled: CompiledProgram) -> Iterator[str]:
             if is_padded and is_attention_core(node, activations):
                 yield (
                     f"attention in {module_path(node) or 'the model'} of {region.name} runs on "
-                    f"{world_size * -(-heads // world_size)} heads: its {heads} do not divide by "
-                    f"{world_size} ranks and are padded"
+                    f"{world_size * -(-heads // world_size)} heads: its {heads} are not divisible "
+                    f"by {world_size} ranks and are padded"
                 )

@@ -1,4 +1,4 @@
-"""Bytes that one call needs while it runs, beside what calls keep from forward to backward."""
+"""Bytes that one call needs while it runs, in addition to what calls save for backward."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from sp_compiler.ir.op_traits import base
 
 @dataclass(frozen=True)
 class CallMemory:
-    """Arguments and results of a call in each of its functions.
+    """Peak bytes of a call in each of its functions.
 
-    Gradients of parameters count: from the second microbatch on they are made beside their sum.
+    Gradients of parameters count: from the second microbatch on they exist in addition to their
+    sum.
 
     Attributes:
-        forward_bytes: most that exists in forward, with the values that it takes from other calls.
-        backward_bytes: the same in backward, with the gradients of its outputs.
-        tangents_bytes: of these gradients.
-        inputs_bytes: in the backward for inputs alone; 0 where the backward is one function.
-        weights_bytes: in the backward for parameters alone, beside what is handed over.
-        handed_bytes: what the one hands over to the other, and so lives between them.
+        forward_bytes: peak in forward, with the values that it takes from other calls.
+        backward_bytes: peak in backward, with the gradients of its outputs.
+        tangents_bytes: bytes of these gradients.
+        inputs_bytes: peak in the backward for inputs; 0 if the backward is one function.
+        weights_bytes: peak in the backward for parameters, without the values handed over to it.
+        handed_bytes: values that the first hands over to the second, which live between them.
     """
 
     forward_bytes: int
@@ -38,7 +39,7 @@ class CallMemory:
 
     @property
     def most_bytes(self) -> int:
-        """Of forward and of a backward that is one function."""
+        """The larger peak of forward and of a backward that is one function."""
         return max(self.forward_bytes, self.backward_bytes)
 
 
@@ -52,7 +53,7 @@ def call_memories(compiled: CompiledProgram) -> list[CallMemory]:
 
     memories = []
     for call in compiled.program.calls:
-        # What a gradient flows back to; masks and tables live longer than one call.
+        # Only values with a gradient; masks and tables live longer than one call.
         taken_bytes = sum(
             tensor_bytes(node.meta["val"])
             for node, ref in call.inputs
@@ -91,7 +92,7 @@ def _of_functions(parts: Partitioned) -> CallMemory:
 
 
 def _handed_bytes(inputs: Graph, num_gradients: int, stored: set[str]) -> int:
-    """Bytes of the storages behind what ``inputs`` returns after ``num_gradients``, once each.
+    """Bytes of the storages of the results of ``inputs`` after ``num_gradients``, each once.
 
     ``stored``: names of placeholders that are parameters.
     """

@@ -19,7 +19,7 @@ from sp_compiler.planning.fallbacks import (
 )
 
 COSTLY_SHARE = 0.01
-"""Of the model's matrix FLOPs or parameter bytes: less than this is not worth a warning."""
+"""Share of the model's matrix FLOPs or parameter bytes below which there is no warning."""
 _SHOWN_SHARE = 0.001
 _MOST_LINES = 8
 
@@ -48,14 +48,14 @@ class CostlyFallback:
 def costly_fallbacks(compiled: CompiledProgram) -> tuple[CostlyFallback, ...]:
     """Return fallbacks that take a large share of a step, largest first.
 
-    Fallbacks count together: more than :data:`COSTLY_SHARE` of the matrix FLOPs or of the parameter
-    bytes, or any attention core. Smaller ones are left out beside larger ones. Those requested by a
-    user's hint do not count.
+    Shares are added up: all fallbacks together must exceed :data:`COSTLY_SHARE` of the matrix FLOPs
+    or of the parameter bytes, or one must be an attention core. If some fallbacks are large, small
+    ones are left out. Fallbacks that a user's hint requests do not count.
     """
-    # Judged together, not one by one: twenty layers at 0.9 % each are a fifth of the step.
+    # Together, not one by one: twenty layers with 0.9 % each are a fifth of the step.
     every = list(all_fallbacks(compiled))
     products = [fallback for fallback in every if fallback.flops or fallback.is_attention]
-    # An operator without a rule has no FLOPs of its own to count, but forces gathers around it.
+    # An operator without a rule has no matrix FLOPs of its own, but forces gathers around it.
     causes = [fallback for fallback in every if not fallback.has_rule and not fallback.flops]
     parameters = [fallback for fallback in every if fallback.num_bytes]
     all_flops, all_bytes = _total_flops(compiled), _total_bytes(compiled)
@@ -65,8 +65,8 @@ def costly_fallbacks(compiled: CompiledProgram) -> tuple[CostlyFallback, ...]:
     small: set[CostlyFallback] = set()
     for item in products:
         share = item.flops / all_flops if all_flops else 0.0
-        # A replicated attention core is always said: its cost grows with the square of the
-        # sequence, and the example's sequence may be short.
+        # A replicated attention core is always reported: its cost grows with the square of the
+        # sequence length, and the example may be short.
         if flops_count or item.is_attention:
             text = _share_text(share, is_attention=item.is_attention)
             found = CostlyFallback(item.module, text, item.reason, item.advice)
@@ -83,7 +83,7 @@ def costly_fallbacks(compiled: CompiledProgram) -> tuple[CostlyFallback, ...]:
         costly[found] = share
         if share < COSTLY_SHARE:
             small.add(found)
-    # Where all are small, together they are not.
+    # If all are small, all are listed, because together they are not small.
     if len(small) < len(costly):
         costly = {item: share for item, share in costly.items() if item not in small}
     # A stable sort: equal shares stay in graph order, which is the same on every rank.
@@ -92,7 +92,7 @@ def costly_fallbacks(compiled: CompiledProgram) -> tuple[CostlyFallback, ...]:
 
 def _share_text(share: float, *, is_attention: bool) -> str:
     """Return a share of the matrix FLOPs in words."""
-    # Less rounds to 0.0 %: no burden by itself, but for a core that grows with the sequence.
+    # Less rounds to 0.0 %.
     text = f"{share:.1%}" if share >= _SHOWN_SHARE else f"under {_SHOWN_SHARE:.1%}"
     if not is_attention:
         return f"{text} of the matrix FLOPs"
@@ -120,8 +120,7 @@ class FallbackCheck:
         Raises:
             UnsupportedError: with ``strict``, naming the modules, the reasons and what to do.
         """
-        # On every rank, and before anything is said: a refusal on one rank alone would hang the
-        # rest.
+        # On every rank, before rank 0 warns: an error on one rank alone would hang the others.
         if self._options.strict:
             refuse_costly(costly, self._options.tp)
         # Programs for other sizes have the same fallbacks with other shares.
@@ -129,8 +128,8 @@ class FallbackCheck:
         self._known.update(fallback.module for fallback in new)
         if new and self._rank == 0:
             warn(
-                f"{_text(new, self._options.tp)}\nThe results are right. strict=True raises "
-                "instead; a hint Replicate() says that a parameter is meant to be replicated."
+                f"{_text(new, self._options.tp)}\nThe results are correct. strict=True raises an "
+                "error instead; a hint Replicate() says that a parameter is meant to be replicated."
             )
 
 
@@ -142,8 +141,8 @@ def refuse_costly(costly: Sequence[CostlyFallback], world_size: int) -> None:
     """
     if costly:
         raise UnsupportedError(
-            f"strict=True: {_text(costly, world_size)}\nWith strict=False they run so, with a "
-            "warning; a hint Replicate() says that a parameter is meant to be replicated."
+            f"strict=True: {_text(costly, world_size)}\nWith strict=False this is only a warning; "
+            "a hint Replicate() says that a parameter is meant to be replicated."
         )
 
 
@@ -171,7 +170,7 @@ def _total_flops(compiled: CompiledProgram) -> float:
     total = 0.0
     for region in compiled.program.regions:
         for node in region.module.graph.nodes:
-            # Graphs have the shapes of one rank: what is sharded counts for all of them.
+            # Graphs have the shapes of one rank: a sharded operator counts once per rank.
             ranks = 1 if is_replicated(node) else compiled.world_size
             total += ranks * forward_flops(node) * len(compiled.program.paths(region))
     return total

@@ -1,4 +1,4 @@
-"""Costs of a compiled program on one rank: memory, communication, arithmetic, time, and why."""
+"""Costs of a compiled program on one rank: memory, communication, arithmetic, time, and reasons."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class KeptTensor:
         dtype: name of the dtype, such as "bfloat16".
         num_bytes: bytes of its storage on one rank.
         policy: whether backward uses it as it is, gathers it from all ranks again, or fetches it
-            from the host (and may gather it then).
+            from the host (and may then gather it).
         reason: why it is saved.
         shared: "shared" if several calls save the same storage, "returned" if it is an output of
             the model and therefore not counted, else "".
@@ -127,7 +127,7 @@ class BlockPlan:
     @property
     def kept_bytes(self) -> int:
         """Bytes that each call adds, without tensors that calls share or the model returns."""
-        # So that blocks add up: what is shared or returned belongs to the step, and is in the
+        # So that blocks add up: shared and returned tensors belong to the step, and are in the
         # plan's totals.
         return sum(tensor.num_bytes for tensor in self.kept if not tensor.shared)
 
@@ -138,9 +138,9 @@ class ParameterSize:
 
     Attributes:
         shape: of the part.
-        placement: "I" where every rank has it in full, "S(0)" where dim 0 is sharded; the legend of
+        placement: "I" if every rank has it in full, "S(0)" if dim 0 is sharded; the legend of
             ``print(plan)`` has the others.
-        divided: whether it has a part of the experts, which are divided over "ep".
+        divided: whether it is a part of experts that are divided over "ep".
     """
 
     numel: int
@@ -177,7 +177,7 @@ class CallPlan:
 
 @dataclass(frozen=True)
 class PlanData:
-    """Costs of one training step on one rank, without the ways to show them.
+    """Costs of one training step on one rank, without methods to show them.
 
     Attributes:
         model_name: class of the user's model.
@@ -193,7 +193,7 @@ class PlanData:
         activation_peak_bytes: peak during a step of saved activations, values passed between calls,
             values inside a call (see :mod:`sp_compiler.cost.memory`) and gradients of activations.
         accumulation_bytes: by how much ``activation_peak_bytes`` is higher in a step that adds to
-            gradients that exist already, as microbatches after the first do: gradients of one
+            existing gradients, as microbatches after the first do: the gradients of one
             layer's parameters, until they are added. Not in ``total_bytes``.
         returned_bytes: bytes of the model's outputs.
         blocks: distinct blocks in order of first use.
@@ -232,7 +232,7 @@ class PlanData:
     costly_fallbacks: tuple[CostlyFallback, ...] = ()
     notes: tuple[str, ...] = ()
     passes: tuple[PassReport, ...] = ()
-    # Not compared, as the formulas below: two plans are equal when their figures are.
+    # Not compared, like the formulas below: two plans are equal if their values are.
     explainer: Callable[[str], Explanation] | None = field(default=None, repr=False, compare=False)
     calls: tuple[CallPlan, ...] = ()
     parameters: dict[str, ParameterSize] = field(default_factory=dict)
@@ -249,9 +249,9 @@ class PlanData:
 
         >>> print(plan.activation_formula)
 
-        Derived from the graph at the first access, which takes tenths of a second; as long as the
-        plan itself if a batch of one cannot be told from other sizes of 1, because the model is
-        then planned once more at a larger batch. At the sizes of this plan the formulas give
+        Derived from the graph at the first access, which takes tenths of a second, or as long as
+        the plan itself if a batch of one cannot be told from other sizes of 1, because the model is
+        then planned again at a larger batch. At the sizes of this plan the formulas give
         exactly :attr:`activation_bytes` and each block's ``kept_bytes``.
         """
         assert self.formula_maker is not None
@@ -266,14 +266,14 @@ class PlanData:
     def total_bytes(self) -> int:
         """Bytes of parameters, gradients, optimizer state and the peak of activations."""
         state = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
-        # The peak, not what is kept: gradients of activations and temporaries exist at the same
+        # The peak, not the saved bytes: gradients of activations and temporaries exist at the same
         # time.
         return state + self.activation_peak_bytes
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
         """Collectives of one step, one entry per kind."""
-        # A block's figures are those of one call.
+        # A block's counts and bytes are those of one call.
         of_blocks = [
             Collective(item.kind, item.count * block.num_calls, item.num_bytes * block.num_calls)
             for block in self.blocks
@@ -289,7 +289,7 @@ class PlanData:
     @property
     def mfu(self) -> float:
         """Model FLOPs utilisation: the model's FLOPs over the device's peak in the step's time."""
-        # Of the peak and not of the rate that times are estimated with: as papers define it.
+        # Relative to the peak rate, as papers define it, not to the rate used for estimates.
         return self.work.ideal_us / self.step_us if self.step_us else 0.0
 
     def block(self, name: str) -> BlockPlan:
@@ -305,7 +305,7 @@ class PlanData:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, including derived properties."""
-        # Before the copy: it is made from what the copy must not have.
+        # Before the copy, which must not contain the objects that the formula is derived from.
         formula = self.activation_formula
         blocks = [
             {**asdict(block), "num_calls": block.num_calls, "kept_bytes": block.kept_bytes}
@@ -314,7 +314,7 @@ class PlanData:
         for block in blocks:
             for tensor, text in zip(block["kept"], formula.tensors[block["name"]], strict=True):
                 tensor["formula"] = str(text)
-        # asdict copies deeply, and these two hold graphs and solvers; the schedule is a trace's.
+        # asdict copies deeply: two of these hold graphs and solvers, and the schedule is long.
         hidden: dict[str, Any] = {
             "explainer": None,
             "formula_maker": None,
@@ -339,7 +339,7 @@ class PlanData:
         return json.dumps(self.to_dict(), indent=2)
 
     def __getstate__(self) -> dict[str, Any]:
-        # What derives it holds graphs, which cannot be pickled: it is derived now.
+        # Derived now, because its maker holds graphs, which cannot be pickled.
         known = partial(_known, self.activation_formula)
         return {**vars(self), "explainer": None, "formula_maker": known}
 

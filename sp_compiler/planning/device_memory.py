@@ -17,8 +17,8 @@ from sp_compiler.planning.data import PlanData
 def within_device(
     options: CompileOptions, program: Program, placements: Mapping[str, Placement]
 ) -> tuple[CompileOptions, int]:
-    """Return ``options`` with the budget that ``device_memory`` leaves, and the bytes of the rest;
-    0 without ``device_memory``.
+    """Return ``options`` with the budget that ``device_memory`` leaves for activations, and the
+    bytes of the state; 0 without ``device_memory``.
 
     Only ``recompute="auto"`` uses a budget; for other policies :func:`require_fit` checks the plan.
 
@@ -32,12 +32,12 @@ def within_device(
         return options, state.total_bytes
     left_bytes = options.device_bytes - state.total_bytes
     if left_bytes <= 0:
-        # One byte more than is lacking: a budget has to be positive.
+        # One byte more than is missing, because a budget has to be positive.
         raise ArgumentError(
             f"{_limit(options.device_bytes)}: without any activations a step needs "
             f"{bytes_text(1 - left_bytes)} more: {_state_text(state)}. {_LESS_STATE}"
         )
-    # From here on a budget as if the user had given it: the solver knows of activations alone.
+    # From here on it is like a budget of the user's: the solver handles only activations.
     return replace(options, memory_budget=left_bytes, device_memory=None), state.total_bytes
 
 
@@ -51,12 +51,10 @@ def require_fit(plan: PlanData, options: CompileOptions) -> None:
         advice = _fewer_activations(options.recompute)
     else:
         state_text = bytes_text(state.total_bytes)
-        advice = f"Whatever is recomputed, {state_text} of it stay. {_LESS_STATE}"
+        advice = f"Recomputation cannot reduce {state_text} of it. {_LESS_STATE}"
     # The plan of the same step without a limit may have a higher peak.
     least = (
-        " (overlap would take more if there were more)"
-        if options.overlap and options.tp > 1
-        else ""
+        " (with more memory, overlap would use more)" if options.overlap and options.tp > 1 else ""
     )
     raise ArgumentError(
         f"{_limit(limit)}: a step needs {bytes_text(plan.total_bytes)}, "
@@ -66,7 +64,7 @@ def require_fit(plan: PlanData, options: CompileOptions) -> None:
 
 
 def _fewer_activations(recompute: str) -> str:
-    """Return what to do where the state alone fits, cheapest first."""
+    """Return what to do if the state alone fits, cheapest first."""
     ways = {
         "auto": 'recompute="auto", which fits activations into what is left',
         "full": 'recompute="full"',
@@ -76,7 +74,7 @@ def _fewer_activations(recompute: str) -> str:
 
 
 _LESS_STATE = (
-    "Use more tensor-parallel ranks, or shard this over data-parallel ones as well (a mesh with "
+    "Use more tensor-parallel ranks, or also shard the state over data-parallel ranks (a mesh with "
     "the axis dp_shard, which takes a memory_budget instead)"
 )
 

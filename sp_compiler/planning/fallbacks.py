@@ -1,8 +1,8 @@
 """Parameters and operators that stay replicated, and why; this costs speed, never correctness.
 
-They are derived from the sharded program, not recorded during sharding: the placements of its nodes
-show the choices, also of operators that the check rejected later and of regions that a budget
-duplicates, and looking up a rule again is cheap (1 to 2 ms for a GPT or a Llama).
+They are derived from the sharded program, not recorded during sharding. The placements of its nodes
+show the choices, including those for operators that the check rejected later and for regions that a
+budget duplicates, and looking up a rule again is cheap (1 to 2 ms for a GPT or a Llama).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SOFTMAX = frozenset({_aten.softmax.int, _aten._softmax.default, _aten._safe_sof
 _CONVOLUTIONS = frozenset({"aten::convolution", *(f"aten::conv{n}d" for n in (1, 2, 3))})
 
 # A small matrix (a LoRA factor, a classifier) or a loss over few classes is replicated where a
-# collective takes longer than the copy; only where copies are a burden is that worth a word.
+# collective takes longer than the copy. This is reported only for larger values.
 _CHOICE_BYTES = 1 << 20
 
 
@@ -55,8 +55,8 @@ class Fallback:
         advice: what to do about it, "" if unknown.
         flops: matrix FLOPs of its forward in one step.
         num_bytes: bytes of the replicated parameters; 0 if the choice is unimportant.
-        is_attention: whether it is a product inside an attention core.
-        has_rule: whether it could be sharded at other sizes; one without may keep others whole.
+        is_attention: whether it is a matmul inside an attention core.
+        has_rule: whether it has a rule; without one it may keep its neighbours replicated.
     """
 
     subject: str
@@ -90,8 +90,8 @@ def all_fallbacks(compiled: CompiledProgram) -> Iterator[Fallback]:
 
 
 def parameter_nodes(compiled: CompiledProgram) -> Iterator[tuple[str, Node]]:
-    """Yield the stored name of each parameter, tied ones once, and the placeholder that is first
-    given this rank's part."""
+    """Yield the stored name of each parameter, tied ones once, and the first placeholder that
+    receives this rank's part."""
     seen: set[str] = set()
     for call in compiled.program.calls:
         for node, ref in call.inputs:
@@ -106,13 +106,13 @@ def _parameters(compiled: CompiledProgram) -> Iterator[Fallback]:
     alike: dict[str, list[Fallback]] = {}
     for name, node in parameter_nodes(compiled):
         value = node.meta["val"]
-        # Norm weights and biases are replicated by design: their tokens are what is sharded.
+        # Norm weights and biases are replicated by design, where tokens are sharded instead.
         if len(value.shape) < 2 or compiled.param_placements[name].is_sharded:
             continue
         asked = _asked(compiled, name)
         reason, advice, is_choice = _why(name, node, compiled.world_size)
         size = tensor_bytes(value)
-        # A choice of the cost model or of the user is worth a line, but no warning.
+        # A choice of the cost model or of the user is listed, but causes no warning.
         counts = not asked and (not is_choice or size >= _CHOICE_BYTES)
         shape = "x".join(map(str, value.shape))
         text = f"({shape}) {asked or reason}"
@@ -136,15 +136,16 @@ def _why(name: str, node: Node, world_size: int) -> tuple[str, str, bool]:
     """Return the reason, advice, and whether it could be sharded but the cost model chose
     otherwise."""
     shape = node.meta["val"].shape
-    # From the least to the most avoidable: a size holds for any rule, a missing rule for any cost.
+    # From the least to the most avoidable: a size affects every rule, a missing rule every cost.
     if all(size % world_size for size in shape):
-        return f"no dim divides by {world_size}, nor does padding one pay", _other_tp(shape), False
+        reason = f"no dim is divisible by {world_size}, and padding is not worthwhile"
+        return reason, _other_tp(shape), False
     for user in node.users:
         if user.op == "call_function" and _has_no_rule(user):
             return missing_rule(user, str(user.target)), _advice_of_rule(user), False
     if any(is_product(user) and is_replicated(user) for user in node.users):
-        # Whatever keeps the product from being sharded is a fallback of its own.
-        return "what it is multiplied with is replicated", "", True
+        # The product is a fallback of its own, with its own reason.
+        return "the operator that reads it runs replicated", "", True
     size = math.prod(shape)
     reason = f"sharding its {size} elements costs more time than it saves memory"
     return reason, _advice_explain(name), True
@@ -152,15 +153,15 @@ def _why(name: str, node: Node, world_size: int) -> tuple[str, str, bool]:
 
 _ADVICE_RULE = "Register a rule for the operator with sp_compiler.rule"
 _ADVICE_OPERATOR = (
-    "Write it as an operator of your own (torch.library.custom_op) and register a rule for it with "
+    "Write it as a custom operator (torch.library.custom_op) and register a rule for it with "
     "sp_compiler.rule"
 )
 
 
 def _advice_explain(name: str) -> str:
-    """Return advice to ask about ``name``, which :meth:`Plan.explain` accepts."""
+    """Return advice to call :meth:`Plan.explain` with ``name``."""
     asked = f"explain({name!r})" if name else "explain(name of a parameter)"
-    return f"{asked} of the plan (module.plan or sp_compiler.plan(...)) says what other ways cost"
+    return f"{asked} of the plan (module.plan or sp_compiler.plan(...)) shows what others cost"
 
 
 def _other_tp(sizes: Iterable[int]) -> str:
@@ -193,7 +194,7 @@ def _operators(compiled: CompiledProgram, region: Region) -> Iterator[Fallback]:
         if ref.kind == "param" and _asked(compiled, compiled.param_name(ref.name))
     }
     for node in region.module.graph.nodes:
-        # What no gradient passes (positions, masks, indices) is small and replicated by design.
+        # Values without gradients (positions, masks, indices) are small and replicated by design.
         if node.op != "call_function" or node not in differentiable or is_view(node):
             continue
         is_choice = _is_choice(node)
@@ -213,14 +214,14 @@ def _operators(compiled: CompiledProgram, region: Region) -> Iterator[Fallback]:
         counts = is_replicated(node) and not any(
             source in asked for source in tensor_operands(node)
         )
-        # A path says where to look; the model's own forward is long, and needs the line.
+        # A path says where to look; in the model's own forward, which is long, the line does.
         at = f" ({line})" if line and not path else ""
         fallback = Fallback(
             f"{node.target} in {path or '(model)'} of {region.name} runs replicated{at}",
             path or line or "(model)",
             reason,
             advice,
-            # All layers that share the block: a step pays for each of them.
+            # Times the number of layers that share the block, each of which costs time.
             flops=forward_flops(node) * len(calls) if counts else 0.0,
             is_attention=counts and is_attention,
             has_rule=has_rule,
@@ -240,11 +241,11 @@ def _why_product(
     node: Node, region: Region, compiled: CompiledProgram, *, is_attention: bool
 ) -> tuple[str, str]:
     """Reason and advice for a product that has a rule."""
-    # Before looking at sizes: what the check refused divided well enough.
+    # Before looking at sizes: those of an operator that the check rejected are divisible.
     key = region.name, node.meta.get("source", node.name)
     if key in compiled.replicated:
         advice = "Please report it with the note in plan.notes"
-        return "how it would be sharded could not be proven", advice
+        return "its sharding could not be proven correct", advice
     factors, world_size = tensor_operands(node)[:2], compiled.world_size
     sizes = list(factors[0].meta["val"].shape)
     if is_attention and key in compiled.paddable:
@@ -259,42 +260,42 @@ def _why_product(
     if node.target.name().partition(".")[0] in _CONVOLUTIONS:
         return _why_convolution(node, reason, world_size, explain)
     if any(size % world_size == 0 for size in sizes):
-        # A feature, as sharding calls it: what a rule-less operator makes of heads is none.
+        # Sharding calls such a dim a feature; an operator without a rule makes none.
         why = (
-            "batch and tokens are not sharded here, and no other dim both divides and comes from a "
-            "parameter through operators with a rule"
+            "batch and tokens are not sharded here, and no other dim is both divisible and derived "
+            "from a parameter through operators with a rule"
         )
         return f"{reason}: {why}", explain
-    return f"{reason}: none of its sizes divides", _other_tp(sizes)
+    return f"{reason}: none of its sizes is divisible", _other_tp(sizes)
 
 
 def _why_convolution(node: Node, reason: str, world_size: int, explain: str) -> tuple[str, str]:
-    """Reason and advice for a convolution, of which the rule shards the groups or the channels."""
+    """Reason and advice for a convolution, whose rule shards the groups or the channels."""
     groups, weight = arguments(node).get("groups", 1), tensor_operands(node)[1].meta["val"]
     channels = node.meta["val"].shape[1 - weight.dim()]
     num, what = (groups, "groups") if groups > 1 else (channels, "channels")
     if num % world_size == 0:
-        return f"{reason}: what it is computed from is replicated", explain
-    # One channel, of a mask or a wave, is not meant to be split.
-    return f"{reason}: its {num} {what} do not divide", _other_tp([num]) if num > 1 else ""
+        return f"{reason}: its operands are replicated", explain
+    # A single channel, of a mask or a waveform, is not meant to be split.
+    return f"{reason}: its {num} {what} are not divisible", _other_tp([num]) if num > 1 else ""
 
 
 def _why_passed_over(more: PassedOver | None, shapes: str, world_size: int) -> str:
     """Return the reason for a product that could be sharded."""
     if more is None:
-        return f"sharding {shapes} over {world_size} ranks does not pay"
+        return f"sharding {shapes} over {world_size} ranks is not worthwhile"
     parts = (more.communication_us, "communication"), (more.compute_us, "compute")
     times = (f"{time_text(abs(us))} {'more' if us > 0 else 'less'} {what}" for us, what in parts)
     cost = cost_text(more.communication_us + more.compute_us, more.memory_us)
     return (
-        f"sharding {shapes} over {world_size} ranks does not pay: it would cost {cost} a step "
+        f"sharding {shapes} over {world_size} ranks is not worthwhile: it would cost {cost} a step "
         f"({', '.join(times)})"
     )
 
 
 def _name_near(node: Node, region: Region, compiled: CompiledProgram) -> str:
-    """Return the innermost module around ``node`` that has parameters, else a parameter that it is
-    computed from; "" if there is none."""
+    """Return the innermost module around ``node`` that has parameters, else a parameter from which
+    it is computed; "" if there is none."""
     path, names = module_path(node), compiled.program.parameters
     while path and not any(name.startswith(f"{path}.") for name in names):
         path = path.rpartition(".")[0]
@@ -307,7 +308,7 @@ def _name_near(node: Node, region: Region, compiled: CompiledProgram) -> str:
 
 
 def _why_not_padded(heads: int, world_size: int, *, may_pad: bool) -> tuple[str, str]:
-    """Reason and advice for an attention core whose heads do not divide.
+    """Reason and advice for an attention core whose number of heads is not divisible.
 
     ``may_pad``: whether it could run on padded heads, but something else was cheaper.
     """
@@ -315,10 +316,10 @@ def _why_not_padded(heads: int, world_size: int, *, may_pad: bool) -> tuple[str,
     why = (
         f"padding them to {padded} is estimated to cost more time and memory than it saves"
         if may_pad
-        else "padding them could be wrong here, as it is under a mask that differs between heads"
+        else "padding them could be wrong here, for example with a mask that differs between heads"
     )
-    reason = f"its {heads} heads do not divide by {world_size} ranks, and {why}"
-    return reason, f"{_other_tp([heads])}, or a number of heads that {world_size} divides"
+    reason = f"its {heads} heads are not divisible by {world_size} ranks, and {why}"
+    return reason, f"{_other_tp([heads])}, or a number of heads that is divisible by {world_size}"
 
 
 def _has_no_rule(node: Node) -> bool:
@@ -328,7 +329,7 @@ def _has_no_rule(node: Node) -> bool:
 
 
 def _advice_of_rule(node: Node) -> str:
-    # An operator that has a rule of ours takes none of the user's.
+    # A user cannot register a rule for an operator that has a built-in one.
     return _ADVICE_OPERATOR if has_rule(node) else _ADVICE_RULE
 
 
@@ -376,9 +377,9 @@ def is_attention_core(node: Node, activations: set[Node]) -> bool:
     if node.target is _ATTENTION:
         return True
 
-    # By structure, for models name it as they like: a product whose factor is a softmax of another
-    # product, both of activations. A router's softmax weighs outputs of experts, too, but is not
-    # taken of a product of two activations.
+    # By structure, because names differ between models: a product with a factor that is a softmax
+    # of another product, both of activations. A router's softmax also weights outputs of experts,
+    # but its operand is not a product of two activations.
     products = {other for other in node.graph.nodes if is_product(other)}
 
     def multiplies_activations(product: Node) -> bool:

@@ -1,4 +1,5 @@
-"""Figures of a plan: memory over a step, the course of a layer, which rank has what of a weight."""
+"""Figures of a plan: memory over a step, the timeline of a layer, which rank has which part of a
+weight."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ _STATE = ("#5d6d7e", "#95a5a6", "#d0d6da")  # parameters, gradients, optimizer
 _CATEGORIES = {"compute": FORWARD, "recompute": "#e0a13c", "communication": "#4f9d69"}
 _LIMIT = "#b03030"
 BESIDE: Any = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "frameon": False}
-"""Place of a legend, where it hides nothing."""
+"""Place of a legend, next to the axes, so that it covers nothing."""
 _WIDTH_INCHES = 10.0
 _ROW_INCHES = 0.3  # of one parameter, with its name beside it
 _DPI = 150
@@ -35,17 +36,17 @@ def new_figure(heights: Sequence[float]) -> tuple[Figure, list[Axes]]:
     Raises:
         UnsupportedError: matplotlib is not installed.
     """
-    # Here: figures are the only use of it, and it is not installed with the package.
+    # Imported here: only figures use it, and it is not installed with the package.
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UnsupportedError(
-            "figures are drawn by matplotlib, which is not installed: pip install matplotlib, or "
-            "use to_html(), which needs nothing"
+            "figures need matplotlib, which is not installed: pip install matplotlib, or "
+            "use to_html(), which does not need it"
         ) from error
 
     class ShownFigure(Figure):
-        """A figure that notebooks show, also those that never import pyplot."""
+        """A figure that notebooks show, even if they never import pyplot."""
 
         def _repr_png_(self) -> bytes:
             buffer = io.BytesIO()
@@ -71,7 +72,7 @@ def draw(plan: PlanData) -> Figure:
     # The block of most layers; prologue and epilogue are called once.
     block = max(plan.blocks, key=lambda each: each.num_calls)
     call = next(call for call in plan.calls if call.block == block.name)
-    # Of a tied parameter the plan has the name that it is stored under.
+    # The plan has a tied parameter only under the name that it is stored under.
     names = [name for name in call.parameters if name in plan.parameters and plan.tp > 1]
     heights = [2.6, 1.6 if plan.tp > 1 else 1.2]
     if names:
@@ -138,19 +139,19 @@ def draw_limit(axes: Axes, num_bytes: float, scale: float) -> None:
 
 
 def _limit_bytes(plan: PlanData) -> float | None:
-    """Memory that the options allow a rank in all."""
+    """Total memory that the options allow a rank."""
     device, budget = plan.options["device_memory"], plan.options["memory_budget"]
     if device is not None:
         return parse_bytes("device_memory", device)
     if budget is None:
         return None
-    # A budget is for activations alone; the figure has the state below them.
+    # A budget covers only activations; the figure has the state below them.
     state = plan.total_bytes - plan.activation_peak_bytes
     return state + parse_bytes("memory_budget", budget)
 
 
 def _draw_course(axes: Axes, plan: PlanData, block: BlockPlan) -> None:
-    """Course of one layer on the device and its link, forward and then backward."""
+    """Timeline of one layer on the device and its link, forward and then backward."""
     # One rank has no link.
     rows = {"tp": "link", "compute": "device"} if plan.tp > 1 else {"compute": "device"}
     begin_us = 0.0
@@ -181,7 +182,7 @@ def _draw_course(axes: Axes, plan: PlanData, block: BlockPlan) -> None:
 def _draw_spans(axes: Axes, spans: Iterable[Span], begin_us: float, row: int) -> None:
     for span in spans:
         color = _CATEGORIES[category_of(span)]
-        # An edge, or kernels in a row would look like one.
+        # With an edge, or adjacent kernels would look like one.
         axes.broken_barh(
             [(begin_us + span.begin_us, span.duration_us)], (row - 0.4, 0.8),
             facecolor=color, edgecolor="white", linewidth=0.3,
@@ -196,7 +197,7 @@ def _draw_weights(axes: Axes, parameters: Mapping[str, ParameterSize], tp: int) 
     elements = {name: _full_numel(each, tp) for name, each in parameters.items()}
     most = max(elements.values(), default=1)
     for row, (name, each) in enumerate(parameters.items()):
-        # By the root, or vectors would be invisible beside matrices.
+        # Scaled by the square root, or vectors would be invisible next to matrices.
         width = max(0.02, (elements[name] / most) ** 0.5)
         placement = Placement.parse(each.placement)
         if not placement.is_sharded:
@@ -206,7 +207,7 @@ def _draw_weights(axes: Axes, parameters: Mapping[str, ParameterSize], tp: int) 
             )  # fmt: skip
         for rank, segment, count in _parts(placement, tp):
             begin, size = (segment * tp + rank) / (count * tp), 1 / (count * tp)
-            # Rows below each other, columns beside each other, as a matrix is written.
+            # Rows from top to bottom, columns from left to right, as a matrix is written.
             across, down = ((0.0, 1.0), (begin, size))
             if placement.dim > 0:
                 across, down = down, across

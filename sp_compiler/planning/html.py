@@ -14,7 +14,7 @@ from sp_compiler.planning.data import BlockPlan, KeptTensor, PlanData
 
 _WIDTH, _HEIGHT = 960, 220
 _FRAME_HEIGHT = 600  # what a screen shows of a notebook's cell; longer pages scroll inside
-# Two pixels for each: narrower ones cannot be told apart or pointed at.
+# Two pixels per bar: narrower ones cannot be distinguished or pointed at.
 _MOST_BARS = 480
 _COLORS = {"forward": "#3b76af", "backward": "#c8652d"}
 
@@ -32,8 +32,8 @@ class _Bar:
 
 def page(plan: PlanData) -> str:
     """The text of the page."""
-    # Escaped: names of modules and lines of the model are text from outside. StrictUndefined: a
-    # figure that was renamed fails here, not as a blank on the page.
+    # Escaped, because names of modules and lines of the model are untrusted text. StrictUndefined:
+    # a renamed field fails here instead of leaving a blank on the page.
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.filters["bytes"] = bytes_text
     environment.filters["time"] = time_text
@@ -57,7 +57,7 @@ def page(plan: PlanData) -> str:
 
 def framed(text: str) -> str:
     """Return a notebook element that shows the page ``text``."""
-    # In a frame: the styles of a page would change the notebook's, and its scripts reach it.
+    # In a frame: the page's styles would change the notebook, and its scripts could reach it.
     return (
         f'<iframe srcdoc="{escape(text)}" sandbox="allow-scripts" '
         f'style="width: 100%; height: {_FRAME_HEIGHT}px; border: 0"></iframe>'
@@ -74,7 +74,7 @@ def _timeline(plan: PlanData) -> Iterator[_Bar]:
     groups = [moments[first : first + group] for first in range(0, len(moments), group)]
     step = _WIDTH / max(1, len(groups))
     for number, members in enumerate(groups):
-        # The largest, for what a reader looks for is the peak.
+        # The largest, because a reader looks for the peak.
         moment = max(members, key=lambda member: member.num_bytes)
         call = plan.calls[moment.call]
         title = f"{moment.phase} of {call.path or call.block}: {bytes_text(moment.num_bytes)}"

@@ -1,8 +1,8 @@
 """Formulas at a batch of one, which looks like any other size of 1: derived at a larger batch.
 
-A tensor of shape (1, 1, s, d) has two dims of 1. Which of them is the batch, and which is the one
-head that each rank has, a graph for a batch of one may not show: both are the number 1, and
-operators take either. In a graph for a batch of two the same dims have different numbers.
+A tensor of shape (1, 1, s, d) has two dims of size 1. A graph for a batch of one may not show which
+of them is the batch and which is the one head that each rank has: both sizes are 1, and operators
+accept either. In a graph for a batch of two the same dims have different sizes.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def with_batch_formulas(
 ) -> Plan:
     """Return the plan of ``compiled``, with formulas in which the batch differs from other sizes.
 
-    Where the batch is 1 and the plan's own formulas cannot tell it from other sizes of 1, the same
-    model is compiled once more for more sequences, when the formulas are first read. The new
-    formulas replace the plan's own if at a batch of one they give its bytes, tensor by tensor. Else
-    the plan's own stay, which refuse other sizes.
+    If the batch is 1 and the plan's own formulas cannot tell it from other sizes of 1, the same
+    model is compiled again for more sequences when the formulas are first read. The new formulas
+    replace the plan's own if at a batch of one they give the same bytes, tensor by tensor.
+    Otherwise the plan keeps its own formulas, which reject other sizes.
 
     Args:
         compiled: for ``args`` and ``kwargs``.
@@ -77,15 +77,15 @@ def _derived(
     formula = plan.activation_formula
     if formula.tells_batch:
         return formula
-    # Of 1 + t sequences the tokens are divisible by t where those of one are, and padded where they
-    # are not; two sequences take less time, and mostly do.
+    # The tokens of 1 + t sequences are divisible by t if those of one are, and padded otherwise.
+    # Two sequences take less time to compile, and usually suffice.
     for batch in dict.fromkeys((2, 1 + plan.tp)):
         larger = partial(_repeated, count=batch)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # what there is to say of the model has been said
+                warnings.simplefilter("ignore")  # they were shown for the first batch
                 other = compile_at(*pytree.tree_map(larger, (args, kwargs))).plan
-        except Exception as error:  # whatever the model's own code raises for another batch
+        except Exception as error:  # the model's own code may raise anything for another batch
             LOG.info("no formulas from a batch of %d: %s", batch, error)
             continue
         derived = other.activation_formula.at_batch_of_one(batch)
@@ -97,11 +97,11 @@ def _derived(
 
 
 def _in_order(derived: ActivationFormula, other: Plan, plan: Plan) -> ActivationFormula:
-    """Return ``derived``, made of ``other``, with tensors in the order of ``plan`` if possible.
+    """Return ``derived``, made from ``other``, with tensors in the order of ``plan`` if possible.
 
-    Of one sequence some copies are views, so that saved tensors may come in another order, or under
-    the names of what they are views of. Where they are other tensors, the comparison of their bytes
-    says so.
+    For one sequence some copies are views, so that saved tensors may come in another order, or
+    under the names of the values that they view. If they are different tensors, the comparison of
+    their bytes shows it.
     """
     tensors = dict(derived.tensors)
     kept = {block.name: block.kept for block in plan.blocks}
@@ -126,7 +126,7 @@ def _matched(
             fits = [
                 name for name, each in renamed.items() if derived.value(each) == tensor.num_bytes
             ]
-            # Two formulas of as many bytes at a batch of one: which is whose is not known.
+            # Two formulas give the same bytes at a batch of one: either may be this tensor's.
             if len({renamed[name] for name in fits}) != 1:
                 break
             formula = renamed.pop(fits[0])
@@ -135,7 +135,7 @@ def _matched(
 
 
 def _first_one(leaf: Any) -> int | None:
-    """The first dim of size 1: the batch's, unless the model gives one of its own another place."""
+    """The first dim of size 1: the batch, unless the model puts another dim of size 1 before it."""
     return list(leaf.shape).index(1) if isinstance(leaf, Tensor) and 1 in leaf.shape else None
 
 
@@ -143,5 +143,5 @@ def _repeated(leaf: Any, count: int) -> Any:
     dim = _first_one(leaf)
     if dim is None:
         return leaf
-    # The same numbers: masks are proven for those of the example.
+    # The same values: properties of masks are proven for those of the example.
     return torch.cat([leaf.detach()] * count, dim).requires_grad_(leaf.requires_grad)

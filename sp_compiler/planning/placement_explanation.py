@@ -9,7 +9,7 @@ from sp_compiler.base.placement import legend_of
 from sp_compiler.base.units import bytes_text, time_text
 from sp_compiler.planning.table_text import table
 
-# Less is rounding of the solver.
+# Smaller differences are rounding errors of the solver.
 _SHOWN_US = 0.05
 
 
@@ -19,7 +19,7 @@ class Way:
     else.
 
     Times are in us per step, forward and backward, for all layers that share the decision, at the
-    plan's nominal number of tokens; they are differences from the chosen way.
+    plan's nominal number of tokens. They are differences from the chosen way.
 
     Attributes:
         operands: placements of the operator's tensor operands; () for a way of storing.
@@ -30,7 +30,7 @@ class Way:
         compute_us: time of all operators of the model.
         memory_us: price of values that are replicated on every rank.
         parameter_bytes: bytes of the parameter on one rank.
-        conversions: conversions of this way that the chosen one does not need, costliest first.
+        conversions: conversions that only this way needs, not the chosen one, costliest first.
     """
 
     operands: tuple[str, ...]
@@ -46,12 +46,12 @@ class Way:
 
 
 def cost_text(time_us: float, memory_us: float, num_bytes: int = 0) -> str:
-    """Return an extra cost in words: times as such; memory has a price, but is not time.
+    """Return an extra cost in words. The price of memory is not shown as time.
 
     Args:
-        time_us: of communication and compute.
-        memory_us: the price of memory.
-        num_bytes: what it is the price of, if that is known.
+        time_us: extra time of communication and compute.
+        memory_us: the price of extra memory.
+        num_bytes: the extra bytes, if known.
     """
     parts = []
     if memory_us > 0:
@@ -111,7 +111,7 @@ class Explanation:
     parameters: tuple[ParameterExplanation, ...]
 
     def to_json(self) -> str:
-        """All numbers as JSON."""
+        """All values as JSON."""
         return json.dumps(asdict(self), indent=2)
 
     def __str__(self) -> str:
@@ -141,7 +141,7 @@ def _way(way: Way) -> tuple[str, ...]:
     if way.operands:
         text = f"{', '.join(way.operands)} -> {text}"
     mark = "*" if way.chosen else ""
-    # No times: the solver has no solution to take them from.
+    # No times, because the solver found no solution.
     if not way.possible:
         return (mark, text, "impossible", "", "", "", "")
     times = (way.communication_us, way.compute_us)

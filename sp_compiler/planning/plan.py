@@ -1,4 +1,4 @@
-"""The plan that a user gets: the figures of :class:`PlanData`, and ways to show them."""
+"""The plan that a user gets: the values of :class:`PlanData`, and methods to show them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Plan(PlanData):
         """
         if self.explainer is None:
             raise NotCompiledError(
-                "explain: this plan was copied from another process; ask sp_compiler.plan(...) here"
+                "explain: this plan comes from another process; call sp_compiler.plan(...) here"
             )
         return self.explainer(name)
 
@@ -47,7 +47,7 @@ class Plan(PlanData):
 
     def to_trace(self, path: str | Path) -> None:
         """Write the simulated step for ``chrome://tracing`` or Perfetto: kernels, with
-        recomputation marked, beside the collectives of the tensor-parallel group."""
+        recomputation marked, and the collectives of the tensor-parallel group."""
         self.schedule.to_trace(path)
 
     def plot(self, path: str | Path | None = None) -> Any:
@@ -75,7 +75,7 @@ class Plan(PlanData):
         """Show the page of :meth:`to_html` in a notebook."""
         return framed(page(self))
 
-    # A plan never changes, and what explains it holds graphs that would be copied with it.
+    # A plan never changes, and its explainer holds graphs that would be copied with it.
     def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
         return self
 

@@ -13,12 +13,12 @@ from sp_compiler.planning.plan import Plan
 class PlannedProgram(CompiledProgram):
     """The result of a compilation.
 
-    It is a separate class because a plan is made from a compiled program: code, costs and the
+    A separate class, because a plan is made from a compiled program, and code, costs and the
     runtime do not need one.
 
     Attributes:
         plan: the report of :func:`sp_compiler.plan`.
-        rest: the same program with ``recompute_rest``, where stages run some microbatches with it.
+        rest: the same program with ``recompute_rest``, with which stages run some microbatches.
     """
 
     plan: Plan = field(kw_only=True)
@@ -32,7 +32,7 @@ class PlannedProgram(CompiledProgram):
     @staticmethod
     def plan_of(compiled: CompiledProgram) -> Plan:
         """Return the plan of a program that was compiled from a model."""
-        # The runtime, which hands programs on, knows none with a plan.
+        # The runtime passes programs on as CompiledProgram.
         assert isinstance(compiled, PlannedProgram)
         return compiled.plan
 

@@ -51,7 +51,7 @@ def _memory(plan: PlanData) -> list[tuple[str, str, str]]:
         # Not added to the total: outputs are a part of the peak already.
         ("returned", plan.returned_bytes, "outputs of the model, in the peak"),
         ("total", plan.total_bytes, "parameters, gradients, optimizer, activation peak"),
-        ("accumulating", plan.accumulation_bytes, "more, in a step that adds to gradients"),
+        ("accumulating", plan.accumulation_bytes, "in addition, if a step adds to gradients"),
     ]
     return [(name, bytes_text(num_bytes), note) for name, num_bytes, note in rows]
 
@@ -78,9 +78,9 @@ def _budget(plan: PlanData) -> Iterable[str]:
 
 def _step(plan: PlanData) -> list[tuple[str, str]]:
     work, exposed_us = plan.work, plan.schedule.exposed_us
-    # A model without matrix products (norms alone) has no ratio.
+    # A model without matrix products (only norms) has no ratio.
     extra = work.hardware_flops / work.model_flops - 1 if work.model_flops else 0.0
-    flops = f"{work.model_flops:.4g} of the model, {100 * extra:.1f} % more are recomputed"
+    flops = f"{work.model_flops:.4g} of the model, plus {100 * extra:.1f} % recomputed"
     rows = [
         ("matrix FLOPs", flops),
         (
@@ -108,7 +108,7 @@ def _collective_text(item: Collective) -> str:
 def _block(block: BlockPlan) -> str:
     work = block.work
     paths = [path or "(outside of layers)" for path in block.paths]
-    # The ends tell which layers are meant.
+    # The first and last paths show which layers are meant.
     if len(paths) > 3:
         paths = [*paths[:2], "...", paths[-1]]
     lines = [
@@ -121,7 +121,7 @@ def _block(block: BlockPlan) -> str:
         if collectives:
             text = "; ".join(f"{item.kind} {_collective_text(item)}" for item in collectives)
             lines.append(f"  {name}: {text}")
-    # Modules of the first layer stand for those of all: the block's paths are above.
+    # Modules of the first layer represent those of all layers: the block's paths are above.
     rows = table((_tensor(tensor, block.paths[0]) for tensor in (*block.kept, *block.sent)), "    ")
     return "\n".join([*lines, rows] if rows else lines)
 
@@ -133,7 +133,7 @@ def _tensor(tensor: KeptTensor, path: str) -> tuple[str, ...]:
         "shared": ", counted once for all calls",
         "returned": ", returned by the model: not counted",
     }
-    # A statement over several lines begins with what says most.
+    # The first line of a statement over several lines is the most informative.
     source = tensor.line.split("\n")[0].strip()
     module = tensor.module.removeprefix(path).removeprefix(".")
     where = " ".join(part for part in (module, tensor.op) if part)

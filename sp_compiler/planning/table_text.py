@@ -14,7 +14,7 @@ def table(rows: Iterable[Sequence[str]], indent: str = "  ") -> str:
     if not lines:
         return ""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    # Only a column of nothing but sizes: one word in it, and it is text.
+    # Only a column in which every cell is a size; with any other word it is text.
     right = [all(map(_NUMBER.fullmatch, column)) for column in zip(*lines, strict=True)]
     texts = (
         "  ".join(

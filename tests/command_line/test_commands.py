@@ -152,7 +152,7 @@ def test_doctor_lists_what_is_needed_and_tries_a_model() -> None:
     [
         ({"architectures": [3]}, 'has no "architectures", a list'),
         ({"architectures": "LlamaForCausalLM"}, 'has no "architectures", a list'),
-        ({"architectures": ["LlamaConfig"]}, "LlamaConfig of transformers is no model"),
+        ({"architectures": ["LlamaConfig"]}, "LlamaConfig of transformers is not a model"),
         ({"architectures": ["LamaForCausalLM"]}, "did you mean 'LlamaForCausalLM'?"),
         ({"dtype": "float99"}, "dtype 'float99'"),
     ],
@@ -195,7 +195,7 @@ def test_a_model_larger_than_memory_is_not_built(
     monkeypatch.setattr(models, "_free_bytes", lambda: 1024)
     result = _run("verify", str(config), "--sequence", "16")
     assert result.exit_code == 2, result.output
-    assert "in float64, and 1.00 KiB of memory are free" in result.stderr
+    assert "in float64, but 1.00 KiB of memory are free" in result.stderr
 
 
 @pytest.mark.slow

@@ -201,7 +201,9 @@ def test_a_rank_without_a_part_of_a_parameter() -> None:
     mesh = _mesh(dp_shard=2, tp=4)
     example: Any = ((torch.randn(2, 3, 8),), {})
     for num_heads in (5, 6):
-        with pytest.raises(UnsupportedError, match=r"'up.weight' of shape .* the last gets none"):
+        with pytest.raises(
+            UnsupportedError, match=r"'up.weight' of shape .* the last rank gets none"
+        ):
             sp_compiler.compile(_Heads(num_heads), mesh=mesh, example_inputs=example)
     assert isinstance(sp_compiler.compile(_Heads(7), mesh=mesh, example_inputs=example), FSDPModule)
 

@@ -98,7 +98,7 @@ def test_parameters_that_no_rank_count_divides() -> None:
     assert [item.share for item in products] == ["50.0% of the matrix FLOPs"] * 2
     costly = result.costly_fallbacks[0]
     assert costly.module == "0.weight and 1 more like it"
-    assert "no dim divides by 2" in costly.reason
+    assert "no dim is divisible by 2" in costly.reason
     assert "tp" in costly.advice
 
 
@@ -122,7 +122,7 @@ def test_convolutions_whose_channels_do_not_divide() -> None:
     products = {x.module: x for x in plan.costly_fallbacks if x.share.endswith("matrix FLOPs")}
     assert products.keys() == {"strided", "same", "spread"}
     for item in products.values():
-        assert item.reason.endswith("over 2 ranks: its 21 channels do not divide")
+        assert item.reason.endswith("over 2 ranks: its 21 channels are not divisible")
         assert item.advice == "Choose a tp that divides 21"
     assert not any("even" in line for line in plan.fallbacks)
 
@@ -130,13 +130,17 @@ def test_convolutions_whose_channels_do_not_divide() -> None:
 @pytest.mark.parametrize(
     ("convolution", "why", "advice"),
     [
-        (nn.Conv1d(6, 6, 3, groups=3), "its 3 groups do not divide", "Choose a tp that divides 3"),
         (
-            nn.ConvTranspose1d(6, 6, 3, groups=3),
-            "its 3 groups do not divide",
+            nn.Conv1d(6, 6, 3, groups=3),
+            "its 3 groups are not divisible",
             "Choose a tp that divides 3",
         ),
-        (nn.Conv1d(6, 1, 3), "its 1 channels do not divide", ""),
+        (
+            nn.ConvTranspose1d(6, 6, 3, groups=3),
+            "its 3 groups are not divisible",
+            "Choose a tp that divides 3",
+        ),
+        (nn.Conv1d(6, 1, 3), "its 1 channels are not divisible", ""),
     ],
 )
 def test_convolutions_say_what_does_not_divide(
@@ -167,7 +171,7 @@ def test_a_product_whose_shards_do_not_pay_has_the_price_of_them() -> None:
     plan = sp_compiler.plan(model, ((torch.randn(4, 12, _WIDTH),), {}), tp=2)
     (item,) = (item for item in plan.costly_fallbacks if item.module == "0")
     shapes = re.escape("(4, 12, 12, 4) x (4, 4)")
-    said = f"sharding {shapes} over 2 ranks does not pay: it would cost (.*) us more a step "
+    said = f"sharding {shapes} over 2 ranks is not worthwhile: it would cost (.*) us more a step "
     priced = re.match(said + r"\(.* us more communication, .* us less compute\)", item.reason)
     assert priced, item.reason
     # The words name what explain() takes, and it finds the same price.
@@ -187,15 +191,20 @@ def test_small_products_and_slow_solutions_have_no_price(
     monkeypatch.setattr(module, name, value)
     example: Any = (torch.randn(4, 12, _WIDTH),), {}
     plan = sp_compiler.plan(nn.Sequential(_Scores(4)), example, tp=2)
-    reason = "sharding (4, 12, 12, 4) x (4, 4) over 2 ranks does not pay"
+    reason = "sharding (4, 12, 12, 4) x (4, 4) over 2 ranks is not worthwhile"
     assert reason in {item.reason for item in plan.costly_fallbacks}
 
 
 @pytest.mark.parametrize(
     ("batch", "tokens", "width", "why"),
     [
-        (3, 9, 15, "none of its sizes divides"),
-        (4, 9, 15, "batch and tokens are not sharded here, and no other dim both divides and "),
+        (3, 9, 15, "none of its sizes is divisible"),
+        (
+            4,
+            9,
+            15,
+            "batch and tokens are not sharded here, and no other dim is both divisible and ",
+        ),
     ],
 )
 def test_a_product_without_a_way_is_not_said_not_to_pay(

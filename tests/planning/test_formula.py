@@ -320,7 +320,9 @@ def test_a_formula_refuses_what_it_does_not_tell() -> None:
     layer = formula.blocks["LlamaDecoderLayer"]
     with pytest.raises(ArgumentError, match="there is no x, only t, s, b"):
         formula.value(layer, x=3)
-    with pytest.raises(ArgumentError, match="d is 4 like h/a in this plan, and written so: d = 8"):
+    with pytest.raises(
+        ArgumentError, match="d is 4 like h/a in this plan, and written as such: d = 8"
+    ):
         formula.value(layer, d=8)
     assert formula.value(layer, d=8, h=64) == formula.value(layer, h=64)
     with pytest.raises(ArgumentError, match="k = 3 is not divisible by t = 2"):
@@ -332,8 +334,10 @@ def test_a_formula_refuses_what_it_does_not_tell() -> None:
 def test_what_a_batch_of_one_does_not_tell_is_a_size_of_its_own() -> None:
     """ViT expands its class token to (1, 1, h): that is the batch, or a 1 that is broadcast."""
     formula = _compiled("vit", tp=1)[0].plan.activation_formula
-    doubted = [name for name, size in formula.symbols.items() if "does not tell" in size.meaning]
-    with pytest.raises(ArgumentError, match=f"{doubted[0]} is the batch, or 1 in every batch"):
+    doubted = [
+        name for name, size in formula.symbols.items() if "indistinguishable" in size.meaning
+    ]
+    with pytest.raises(ArgumentError, match=f"{doubted[0]} is the batch, or a dim of size 1"):
         formula.value(sympy.Symbol(doubted[0], positive=True, integer=True), b=2)
 
 

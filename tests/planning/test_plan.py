@@ -235,7 +235,7 @@ def test_fallbacks_say_why() -> None:
 
     found = plan(Odd(), ((torch.randn(4, 3, 5),), {}), tp=2)
     text = "\n".join(found.fallbacks)
-    assert "parameter inner.weight is replicated: (7x5) no dim divides by 2" in text
+    assert "parameter inner.weight is replicated: (7x5) no dim is divisible by 2" in text
 
 
 class _Forgets(nn.Linear):
@@ -255,7 +255,7 @@ def test_a_model_without_a_backward_is_noted(
     model = model_class(4, 4).requires_grad_(is_trained)
     notes = plan(model, ((torch.randn(2, 4),), {}), tp=2).notes
     # Of a frozen model too, whose result does depend on its parameters.
-    expected = "nothing that the model returns has a gradient: there is no backward"
+    expected = "none of the model's outputs requires a gradient: there is no backward"
     assert notes.count(expected) == count
 
 

@@ -311,7 +311,8 @@ def test_two_ranks_train_three_heads_as_one(tmp_path: Path) -> None:
 def test_the_plan_names_padded_heads(fused: str) -> None:
     found = sp_compiler.plan(_Loss(_Attention(3, fused=fused)), ((_input().float(),), {}), tp=2)
     assert found.notes == (
-        "attention in body of Model runs on 4 heads: its 3 do not divide by 2 ranks and are padded",
+        "attention in body of Model runs on 4 heads: its 3 are not divisible by 2 ranks and are "
+        "padded",
     )
     assert not any("attention core" in item.share for item in found.costly_fallbacks)
 
@@ -320,7 +321,7 @@ def test_the_plan_names_padded_heads(fused: str) -> None:
     ("core", "why"),
     [
         ("fused, causal", "padding them to 4 is estimated to cost more time and memory than it"),
-        ("fused, masks of heads", "padding them could be wrong here, as it is under a mask"),
+        ("fused, masks of heads", "padding them could be wrong here, for example with a mask"),
     ],
 )
 @pytest.mark.parametrize("fused", ["split", slow("")])
@@ -332,5 +333,5 @@ def test_the_warning_says_why_heads_are_not_padded(core: str, why: str, fused: s
     found = sp_compiler.plan(model, ((x,), {}), tp=2)
     assert not found.notes
     (item,) = (item for item in found.costly_fallbacks if "attention core" in item.share)
-    assert f"its 3 heads do not divide by 2 ranks, and {why}" in item.reason
-    assert item.advice == "Choose a tp that divides 3, or a number of heads that 2 divides"
+    assert f"its 3 heads are not divisible by 2 ranks, and {why}" in item.reason
+    assert item.advice == "Choose a tp that divides 3, or a number of heads that is divisible by 2"

@@ -1,9 +1,9 @@
 """Bytes that a program saves for backward, in symbols that are derived from its graph.
 
-The formula could also be fitted to the bytes that plans at other sizes save. That would need no
-code that follows shapes through operators, but at least one plan for each term, 4 to 13 of them,
-and the guess which terms there are: 5 to 93 s of CPU time for a GPT, a Llama, a T5 and a BERT of
-two layers, where deriving takes 0.01 to 0.06 s (``python -m benchmarks.solver_ways formula``).
+Alternatively, formulas could be fitted to the bytes that plans at other sizes save. That would need
+no code that follows shapes through operators, but at least one plan for each term, 4 to 13 of them,
+and a guess of the terms: 5 to 93 s of CPU time for a GPT, a Llama, a T5 and a BERT of two layers.
+Deriving them takes 0.01 to 0.06 s (``python -m benchmarks.solver_ways formula``).
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class ActivationFormula:
         total: bytes of the model.
         symbols: meaning of each symbol by name; symbols with ``equal_to`` do not occur in formulas.
         divided: sizes that are divisible by the number of ranks in this program; others are padded.
-        rewritten: symbols with ``equal_to`` of sizes that occur in the saved tensors.
-        batch_of_one: whether the example's batch is one, which may be confused with other sizes of
-            1.
+        rewritten: symbols with ``equal_to`` whose sizes occur in the saved tensors.
+        batch_of_one: whether the example's batch is one, which may be indistinguishable from other
+            sizes of 1.
     """
 
     blocks: Mapping[str, sympy.Expr]
@@ -77,7 +77,7 @@ class ActivationFormula:
         sizes: Mapping[str, int],
         values: Mapping[sympy.Symbol, sympy.Integer],
     ) -> Iterator[str]:
-        """Return why the formula does not determine the bytes at ``sizes``."""
+        """Return the reasons why the formula does not determine the bytes at ``sizes``."""
         for name, number in sizes.items():
             if name not in self.symbols:
                 yield f"there is no {name}, only {', '.join(self.symbols)}"
@@ -86,7 +86,7 @@ class ActivationFormula:
             if written is not None and written.xreplace(values) != number:
                 yield (
                     f"{name} is {self.symbols[name].value} like {written} in this plan, and "
-                    f"written so: {name} = {number} needs a plan where they differ"
+                    f"written as such: {name} = {number} needs a plan in which they differ"
                 )
         # At the sizes of the plan itself every formula is exact, whatever its symbols mean.
         if all(number == self.symbols[name].value for name, number in sizes.items()):
@@ -99,36 +99,36 @@ class ActivationFormula:
         for name, size in self.symbols.items():
             if not size.has_role and name not in sizes and symbol_of(name) in formula.free_symbols:
                 yield (
-                    f"{name} is {size.meaning}: give its value too, {name}={size.value} where it "
-                    "stays as it is"
+                    f"{name} is {size.meaning}: pass its value too, {name}={size.value} if it "
+                    "does not change"
                 )
         for expr in self.divided:
-            # Only of what the formula is made of: another block's sizes are no matter here.
+            # Only sizes that occur in the formula: those of other blocks do not matter.
             if expr.free_symbols <= formula.free_symbols and expr.xreplace(values) % values[WORLD]:
                 yield f"{expr} = {expr.xreplace(values)} is not divisible by t = {values[WORLD]}"
 
     @property
     def tells_batch(self) -> bool:
-        """Return whether a batch of one is told from other sizes of 1 in all formulas."""
+        """Return whether all formulas distinguish a batch of one from other sizes of 1."""
         doubted = any(size.meaning == DOUBTED for size in self.symbols.values())
         formulas = (self.total, *self.blocks.values(), *itertools.chain(*self.tensors.values()))
         return not doubted and all(map(self._tells_batch_in, formulas))
 
     def _tells_batch_in(self, formula: sympy.Expr) -> bool:
-        # A tensor has one batch: b**2 is b and a size of 1 beside it, as of one head on each rank.
+        # A tensor has one batch dim: b**2 is b times another size of 1, such as one head per rank.
         is_known = "b" in self.symbols and _degree(formula, symbol_of("b")) <= 1
         return is_known or not self.batch_of_one
 
     def at_batch_of_one(self, batch: int) -> ActivationFormula | None:
-        """Return the same formulas of a plan for one sequence; ``None``: b is not ``batch``."""
+        """Return the same formulas for a plan of one sequence; ``None`` if b is not ``batch``."""
         known = self.symbols.get("b")
         if known is None or known.value != batch:
             return None
         return replace(self, symbols={**self.symbols, "b": replace(known, value=1)})
 
     def same_bytes(self, other: ActivationFormula) -> bool:
-        """Return whether ``other`` has the same sizes, and as many bytes of each tensor and block
-        and in total."""
+        """Return whether ``other`` has the same sizes, and the same bytes for each tensor, each
+        block and in total."""
         return self._bytes() == other._bytes()
 
     def _bytes(self) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class ActivationFormula:
         These are the terms that published formulas leave out: at most linear in the tokens, with
         none of the other sizes.
         """
-        # Terms of degree 2 in s are scores of attention, which published formulas do have.
+        # Terms of degree 2 in s are attention scores, which published formulas include.
         tokens = {symbol_of("b"), symbol_of("s"), WORLD}
         terms = sympy.Add.make_args(sympy.expand(formula))
         degrees = [_degree(each, symbol_of("s")) for each in terms]
@@ -177,7 +177,7 @@ class ActivationFormula:
         lines = [f"{name}: {tidy(formula)}" for name, formula in self.blocks.items()]
         lines.append(f"whole model: {tidy(self.total)}")
         shown = {str(x) for each in (self.total, *self.blocks.values()) for x in each.free_symbols}
-        # Tensors that are not counted, such as returned logits, may have more.
+        # Tensors that are not counted, such as returned logits, may contain more symbols.
         for name, size in self.symbols.items():
             if name not in shown and name not in self.rewritten:
                 continue
@@ -193,7 +193,7 @@ def tidy(formula: sympy.Expr) -> sympy.Expr:
 
 
 def _degree(formula: sympy.Expr, symbol: sympy.Symbol) -> sympy.Expr:
-    """Return the degree, of 0 minus infinity."""
+    """Return the degree; minus infinity for 0."""
     # Padded tokens count as tokens.
     return sympy.degree(formula.replace(sympy.ceiling, lambda num_tokens: num_tokens), symbol)
 
@@ -240,7 +240,7 @@ def activation_formula(
         formulas.has_batch_of_one,
         frozenset(formulas.names.rewritten),
     )
-    # To the byte: a size that was named wrongly cannot stay unseen.
+    # Exact, so that a size with a wrong name does not go unnoticed.
     assert formula.value(total) == memory.kept_bytes, total
     return formula
 
@@ -259,7 +259,7 @@ class _Formulas:
         """Return the bytes of ``storage``, which a forward allocated."""
         _, index, name = storage.owner
         region = self.compiled.program.calls[index].region.name
-        # Calls of one region share their formulas: 80 layers are not derived one by one.
+        # Calls of one region share their formulas, so that 80 layers are derived once.
         if (region, name) not in self._known:
             self._known[region, name] = self._of(region, name)
         formula = self._known[region, name]
@@ -277,15 +277,15 @@ class _Formulas:
 
     def terms(self) -> list[sympy.Expr]:
         """Return each storage once, those of repeated blocks times the number of layers."""
-        # By region and position: at one position all calls of a region keep the same, and only
-        # their number multiplies it.
+        # By region and position: at one position all calls of a region keep the same size, which is
+        # multiplied by their number.
         counts: Counter[tuple[str, int]] = Counter()
         formulas: dict[tuple[str, int], sympy.Expr] = {}
         calls = self.compiled.program.calls
         keys = [(calls[item.call].region.name, item.position) for item in self.memory.kept]
         storages = {(key, item.storage) for key, item in zip(keys, self.memory.kept, strict=True)}
         shared = Counter(key for key, _ in storages)  # 1: all calls keep the same storage
-        # What the model returns exists whether it is saved or not.
+        # The model's outputs exist whether they are saved or not.
         seen = set(self.memory.returned)
         for key, item in zip(keys, self.memory.kept, strict=True):
             if item.storage in seen:

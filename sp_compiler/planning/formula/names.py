@@ -12,24 +12,24 @@ from sp_compiler.planning.formula.sizes import Atom, Dim, divided, expression, s
 
 _WIDTHS = "hakdefcv"
 _NO_ROLE = "n"
-DOUBTED = "the batch, or 1 in every batch, which a batch of one does not tell"
+DOUBTED = "the batch, or a dim of size 1, indistinguishable at a batch of one"
 WORLD = sympy.Symbol("t", positive=True, integer=True)
 
 
 def symbol_of(name: str) -> sympy.Symbol:
-    """Return the symbol of a size; a size is a positive integer, which lets sympy simplify."""
+    """Return the symbol of a size: a positive integer, so that sympy can simplify."""
     return sympy.Symbol(name, positive=True, integer=True)
 
 
 @dataclass(frozen=True)
 class Size:
-    """Meaning and number of one symbol.
+    """Meaning and value of one symbol.
 
     Attributes:
-        value: its number in this program.
+        value: its value in this program.
         meaning: its meaning in words.
-        equal_to: its expression in the formulas, if the numbers of this program allow: ``h/a`` for
-            the width of a head, ``4*h`` for that of a feed-forward network.
+        equal_to: its expression in the formulas, if the sizes of this program allow one: ``h/a``
+            for the width of a head, ``4*h`` for that of a feed-forward network.
         has_role: whether the role of the size is known, and with it the relation to other sizes.
     """
 
@@ -43,7 +43,7 @@ class Names:
     """Symbols of the unknowns.
 
     Attributes:
-        rewritten: names that some formula would have if they were not expressed through others.
+        rewritten: names that some formula would contain if they were not expressed through others.
     """
 
     def __init__(self, roles: Sequence[Role], world_size: int) -> None:
@@ -54,8 +54,8 @@ class Names:
         self._divided: dict[sympy.Expr, None] = {}
         if world_size > 1:
             self._sizes["t"] = Size(world_size, "tensor-parallel ranks")
-        # Roles come in the order of their letters: a width that is made of others finds their
-        # names.
+        # Roles come in the order of their letters, so that a width that is composed of others finds
+        # their names.
         for role in roles:
             self._name(role)
         self._relate()
@@ -77,7 +77,7 @@ class Names:
         return int(formula.xreplace(values))
 
     def sizes(self, formulas: Iterable[sympy.Expr]) -> dict[str, Size]:
-        """Of the symbols in ``formulas``, and of those that were written otherwise."""
+        """Sizes of the symbols in ``formulas``, and of symbols expressed through others."""
         used = {str(symbol) for formula in formulas for symbol in formula.free_symbols}
         return {
             name: size
@@ -86,14 +86,14 @@ class Names:
         }
 
     def _repeats(self, name: str) -> bool:
-        """Return whether the first size of the same letter is written in the same way: widths of
-        queries and of values."""
+        """Return whether the first size of the same letter has the same expression, as widths of
+        queries and of values do."""
         letter, equal = name.rstrip("0123456789"), self._sizes[name].equal_to
         return name != letter and equal == (self._sizes[letter].equal_to or symbol_of(letter))
 
     def layers(self, region: str, calls: int, count: int) -> sympy.Expr:
         """``count`` of a region's ``calls``, in terms of their number."""
-        # All layers, or all but the first or last, is a number of layers; any other count is not.
+        # All layers, or all except one, is expressed by the number of layers; other counts are not.
         if calls == 1 or calls - count > 1:
             return sympy.Integer(count)
         if region not in self._regions:
@@ -119,10 +119,10 @@ class Names:
             role.dim, lambda atom: dummies.get(atom, self._written.get(atom)), WORLD
         )
         dummy, atom = next(iter(unknown.items()))
-        # Padded, or a square of the unknown: it cannot be solved for the unknown.
+        # A padded size, or a square of the unknown, cannot be solved for the unknown.
         if formula.has(sympy.ceiling) or sympy.diff(formula, dummy).has(dummy):
             return
-        # The dim gets the letter, and the unknown in it is solved for: where a dim is 3*x and is
+        # The dim gets the letter, and the unknown in it is solved for: if a dim is 3*x and is
         # called f, x is f/3 from now on.
         symbol = self._new(role.letter, size_of(role.dim), MEANINGS[role.letter])
         factor = sympy.diff(formula, dummy)
@@ -132,14 +132,14 @@ class Names:
         )
 
     def _relate(self) -> None:
-        """Express widths through the hidden width if the numbers allow, as published formulas
+        """Express widths through the hidden width if their values allow it, as published formulas
         do."""
         hidden = self._sizes.get("h")
         for name, size in list(self._sizes.items()):
             letter, equal = name.rstrip("0123456789"), None
             first, heads = self._sizes[letter], self._sizes.get("a")
-            # Each layer's weights are unknowns of their own: without this a model of equal layers
-            # would have as many widths as weights.
+            # Each layer's weights are separate unknowns: without this a model of equal layers would
+            # have one width per weight.
             if name != letter and letter in _WIDTHS and size.value == first.value:
                 equal = first.equal_to or symbol_of(letter)
             elif hidden is None:
@@ -161,7 +161,7 @@ class Names:
     def _without_role(self, atom: Atom) -> sympy.Expr:
         if atom.is_counted:
             return sympy.Integer(atom.value)
-        # A number that the model has for a size, half of a dim for one: written by that dim.
+        # A constant of the model, such as half of a dim, is expressed by that dim.
         if atom.hint is not None:
             hinted = expression(atom.hint.dim, self._atom, WORLD)
             return hinted / atom.hint.divided - atom.hint.less

@@ -1,8 +1,8 @@
 """Dims of an operator's results from those of its operands.
 
-The sharding rules cover most operators. The operators here changed a formula on 27 plans of 18
+The sharding rules cover most operators. The operators here changed a formula in 27 plans of 18
 models with 775 saved tensors; for 17 others a separate function made no difference. ``cat`` is here
-because no rule has sums of parts.
+because rules cannot express sums of parts.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def results_of(node: Node, known: dict[str, list[Shape]]) -> list[Shape]:
     if node.target is operator.getitem:
         return [known[node.args[0].name][node.args[1]]]
     operands = [known[source.name][0] for source in tensor_operands(node)]
-    # Before the rules: what is special here has a rule as well, which says less.
+    # Before the rules: these operators also have rules, which say less.
     special = _SPECIAL.get(node.target)
     if special is not None:
         return special(node, operands)
@@ -113,7 +113,7 @@ def _by_rule(node: Node, operands: Sequence[Shape]) -> list[Shape]:
     for dims, shape in zip(rule.operands, operands, strict=False):
         # Not strict: a rule may say nothing of its last dims or operands.
         for factors, dim in zip(dims, shape, strict=False):
-            # A dim that is a product of factors says nothing of each of them.
+            # A dim that is a product of factors says nothing about each factor.
             if len(factors) != 1 or factors[0].size != size_of(dim):
                 continue
             key = (factors[0].name, factors[0].size)
@@ -153,14 +153,14 @@ def _lettered(dims: str, operands: Sequence[Shape]) -> list[Shape]:
 
 
 def _elementwise(node: Node, operands: Sequence[Shape]) -> list[Shape]:
-    """Dims aligned from the right; what can only be 1 is broadcast."""
+    """Dims aligned from the right; dims that can only be 1 are broadcast."""
     shape = []
     for position in range(-len(node.meta["val"].shape), 0):
         dims = [s[position] for s in operands if len(s) >= -position and s[position]]
         size = node.meta["val"].shape[position]
-        # A dim of 1 beside a larger one is broadcast: they are two sizes.
+        # A dim of 1 that meets a larger one is broadcast: they are two sizes.
         dims = [dim for dim in dims if size_of(dim) == size]
-        # What is in doubt may be broadcast: it is not known to be the same as the others.
+        # A dim in doubt may be broadcast, so it may differ from the others.
         dims = [dim for dim in dims if not is_in_doubt(dim)] or dims[:1]
         for other in dims[1:]:
             unify(dims[0], other)
@@ -180,8 +180,8 @@ def _unsqueezed(node: Node, operands: Sequence[Shape]) -> list[Shape]:
 
 
 def _view(node: Node, operands: Sequence[Shape]) -> list[Shape]:
-    # For a product by batches, in chunks of rows or scaled in front of it, whatever is left of rows
-    # and columns is one dim.
+    # Before a batched matmul, possibly with a slice or a scale in between, all dims left of rows
+    # and columns are one dim.
     readers = reach([node], lambda each: (x for x in each.users if x.target in _BEFORE_PRODUCTS))
     batches = any(user.target is aten.bmm.default for each in readers for user in each.users)
     placement = node.meta.get("placement")
@@ -204,7 +204,7 @@ def _converted(node: Node, operands: Sequence[Shape]) -> list[Shape]:
 
 def _product(node: Node, operands: Sequence[Shape]) -> list[Shape]:
     left, right = operands
-    # A product proves what no name tells: the summed dims are one size.
+    # A matmul proves that the summed dims are one size.
     for pair in [*zip(left[:-2], right[:-2], strict=True), (left[-1], right[-2])]:
         unify(*pair)
     return [(*left[:-1], right[-1])]
@@ -232,7 +232,7 @@ def _convolved(node: Node, operands: Sequence[Shape]) -> list[Shape]:
         node.args[1].meta["val"].shape[2:],
         strict=True,
     )
-    # Padded so that as many positions come out as went in, whatever their number.
+    # Padded so that the number of positions stays the same, whatever it is.
     keeps = [stride == 1 and 2 * pad == gap * (size - 1) for stride, pad, gap, size in sizes]
     return [
         (
@@ -262,7 +262,7 @@ def _slice(node: Node, operands: Sequence[Shape]) -> list[Shape]:
     args, (shape,) = arguments(node), operands
     dim = args["dim"] % len(shape)
     size = node.meta["val"].shape[dim]
-    if args["step"] != 1 or size == 0:  # elements that lie apart are no part of a sum
+    if args["step"] != 1 or size == 0:  # strided elements are not a part of a sum
         return []
     start = args["start"] or 0
     # torch counts from the end.
@@ -273,7 +273,7 @@ def _slice(node: Node, operands: Sequence[Shape]) -> list[Shape]:
 
 def _cat(node: Node, operands: Sequence[Shape]) -> list[Shape]:
     dim = arguments(node).get("dim", 0) % node.meta["val"].ndim
-    # torch leaves out empty tensors of one dim, whatever the others have.
+    # torch ignores empty tensors of one dim, whatever the shapes of the others.
     operands = [shape for shape in operands if len(shape) == node.meta["val"].ndim]
     for other in operands[1:]:
         for position, pair in enumerate(zip(operands[0], other, strict=True)):
@@ -288,8 +288,8 @@ def _padded(node: Node, operands: Sequence[Shape]) -> list[Shape]:
     for position in range(len(pads) // 2):
         dim = len(shape) - 1 - position
         for size in pads[2 * position : 2 * position + 2]:
-            # A negative pad cuts off; the size is an unknown then, as of any dim that nothing
-            # explains.
+            # A negative pad removes elements; then the size is an unknown, like that of any dim
+            # that is not explained.
             if size > 0:
                 shape[dim] = joined([shape[dim], unknown(size)])
     return [tuple(shape)]
@@ -304,7 +304,7 @@ def _padded_rows(node: Node, operands: Sequence[Shape]) -> list[Shape]:
 def _cut_rows(node: Node, operands: Sequence[Shape]) -> list[Shape]:
     (shape,), rows = operands, node.meta["val"].shape[0]
     padding = size_of(shape[0]) - rows
-    # Not merely a slice: what it reads was padded, even where nothing else says so.
+    # Not only a slice: its operand was padded, even if nothing else shows it.
     return [(parts_of(shape[0], [rows, padding])[0], *shape[1:]) if padding else shape]
 
 
@@ -315,15 +315,15 @@ def _attention(node: Node, operands: Sequence[Shape]) -> list[Shape]:
     unify(query[3], key[3])
     unify(key[1], value[1])
     unify(key[2], value[2])
-    # With fewer heads of keys and values each serves a group of queries: not the same dim.
+    # With fewer key/value heads each serves a group of query heads: not the same dim.
     if size_of(query[1]) == size_of(key[1]):
         unify(query[1], key[1])
     return [(*query[:3], value[3]), query[:3]]
 
 
 Special = Callable[[Node, Sequence[Shape]], list[Shape]]
-# What the sharding rules do not say: a rule has no dims of 1, no sums of parts and no padding, and
-# leaves out what it cannot shard.
+# Cases that the sharding rules do not express: rules have no dims of 1, no sums of parts and no
+# padding, and omit dims that cannot be sharded.
 _SPECIAL: dict[Any, Special] = {
     **dict.fromkeys(RESHAPES, _view),
     **dict.fromkeys((aten.permute.default, aten.transpose.int), _permuted),

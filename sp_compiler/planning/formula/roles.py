@@ -1,4 +1,4 @@
-"""Roles of the unknowns of a program, derived from their use, never from names or numbers."""
+"""Roles of the unknowns of a program, derived from their use, never from names or values."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LOOKUPS = (aten.embedding.default, VOCAB_EMBEDDING.overload)
 MEANINGS = {
     "s": "sequence: rows of attention, or of an input of tokens",
     "b": "batch: first dim of the inputs that is not s",
-    "h": "hidden: width of what one layer hands to the next",
+    "h": "hidden: width of the values passed between layers",
     "k": "heads of keys and values",
     "a": "attention heads",
     "d": "width of a head",
@@ -45,7 +45,7 @@ MEANINGS = {
     "c": "experts chosen for a token",
     "f": "feed-forward width: made by one linear and read by another",
 }
-"""Letters of the roles, in the order in which they are given."""
+"""Letters of the roles, in the order in which they are assigned."""
 
 
 @dataclass(frozen=True)
@@ -92,32 +92,32 @@ def _handed_on(compiled: CompiledProgram, shapes: Shapes) -> Iterator[Dim]:
         for ref, (node, source) in zip(call.args, nodes, strict=True):
             shape = shapes.of(call.region.name, node.name)
             if ref.kind == "call" and source.meta.get("requires_grad") and len(shape) > 1:
-                # Weighed by elements: masks and position biases go from layer to layer as well.
+                # Weighted by elements, as masks and position biases are also passed between layers.
                 dims[resolved(shape[-1])] += prod(map(size_of, shape))
     return iter([dim for dim, _ in dims.most_common(1)])
 
 
 @dataclass
 class _Linears:
-    """Widths of what the linears of a model make and read.
+    """Widths of the results and operands of a model's linear layers.
 
     Attributes:
-        made: unknowns in what they make.
-        read: widths of what they read.
+        made: unknowns in their results.
+        read: widths of their operands.
     """
 
     made: set[Atom] = field(default_factory=set)
     read: list[Dim] = field(default_factory=list)
 
     def between(self) -> Iterator[Dim]:
-        """Return the widths that one makes and another reads, maybe in another region."""
+        """Return the widths between two linear layers, possibly in different regions."""
         widths = dict.fromkeys(map(on_all_ranks, self.read))
         return (dim for dim in widths if self.made.issuperset(unknowns(dim)))
 
 
 def _of_tokens(compiled: CompiledProgram, shapes: Shapes, linears: _Linears) -> Iterator[Dim]:
-    """Return the sequence of an input of tokens: ids (b, s) that are looked up, or (b, s, h) that a
-    linear reads."""
+    """Return the sequence dim of an input of tokens: ids (b, s) of a lookup, or values (b, s, h)
+    that a linear layer reads."""
     widths = set(map(on_all_ranks, linears.read))
     for shape, node in _inputs(compiled, shapes):
         looked_up = any(user.target in _LOOKUPS for user in reach([node], _readers))
@@ -129,7 +129,7 @@ def _of_tokens(compiled: CompiledProgram, shapes: Shapes, linears: _Linears) -> 
 
 
 def _readers(ids: Node) -> Iterable[Node]:
-    """Return the users of ids as the model was given them, or as views, casts or checked ones."""
+    """Return the users of ids that are inputs of the model, or views, casts or checks of them."""
     is_same = ids.op == "placeholder" or is_view(ids) or is_copy(ids)
     return ids.users if is_same or ids.target is CHECKED_IDS.overload else ()
 
@@ -168,7 +168,7 @@ def _of_region(
             yield Role("c", shape(node)[-1])
         elif factors and factors[1] in params:
             feature = 1 if node.target is aten.convolution.default else -1
-            # Both ends: what a linear reads is the hidden width as well, unless a linear made it.
+            # Both widths: a linear layer may also read the hidden width, which no linear made.
             linears.read.append(shape(factors[0])[feature])
             linears.made.update(*(unknowns(made[feature]) for made in values[node.name]))
 
@@ -182,11 +182,11 @@ def _of_softmax(softmax: Node, params: set[Node], shape: Callable[[Node], Shape]
     attended = _attended(softmax, params)
     (scores,) = map(shape, tensor_operands(softmax))
     rows, width = shape(queries)[-2:]
-    # Of a chunk of queries all of them have the role; other slices, such as one of a table of
-    # positions, are the sequence themselves.
+    # If the rows are a chunk of queries, the role belongs to all queries. Other slices, such as a
+    # slice of a position table, are the sequence themselves.
     rows = uncut(rows) if softmax.meta.get("chunk") == "part" else rows
     yield from _core(_heads(scores), rows, width)
-    # Where weights mix the heads, those of queries and values are dims of their own.
+    # If weights mix the heads, the heads of queries and of values are separate dims.
     mixed = (queries, attended) if is_mixed else ()
     yield from (Role("a", _heads(shape(each))) for each in mixed if each is not None)
     if attended is not None:
@@ -198,7 +198,7 @@ def _params(graph: Graph, region: Region) -> set[Node]:
     kinds = zip(graph.find_nodes(op="placeholder"), region.input_kinds, strict=True)
     params = {node for node, kind in kinds if kind == "param"}
     for node in graph.nodes:
-        # A weight that is transposed, cast or gathered in front of its product is a weight still.
+        # A weight that is transposed, cast or gathered before its matmul is still a weight.
         passes_on = is_view(node) or is_copy(node) or placements_of(node) is not None
         if passes_on and node.args[0] in params:
             params.add(node)
@@ -225,7 +225,7 @@ def _attended(softmax: Node, params: set[Node]) -> Node | None:
     """Return the factor that ``softmax`` is multiplied with: the values."""
     for node in reach(softmax.users, users):
         factors = matmul_factors(node)
-        # A product with a weight mixes heads, or comes behind the context.
+        # A matmul with a weight mixes heads, or comes after the context.
         if factors and params.isdisjoint(factors):
             return factors[1]
     return None
@@ -235,14 +235,14 @@ def _queries(
     softmax: Node, params: set[Node], shape: Callable[[Node], Shape]
 ) -> tuple[Node, bool] | None:
     """Return the first factor of the product of two activations to which ``softmax`` is applied,
-    and whether weights mix the heads between."""
+    and whether weights mix the heads in between."""
     is_mixed = False
     for node in reach([softmax.args[0]], operands):
         factors = matmul_factors(node)
         if factors is None:
             continue
         if params.isdisjoint(factors):
-            # A router's weights make its scores of a context, whose columns are a width.
+            # A router computes its scores from a context, whose columns are a width, not keys.
             same_keys = resolved(shape(node)[-1]) == resolved(shape(softmax)[-1])
             return (factors[0], is_mixed) if same_keys or not is_mixed else None
         is_mixed = True
@@ -251,6 +251,6 @@ def _queries(
 
 def _heads(shape: Shape) -> Dim:
     """Return the dims between batch and rows as one."""
-    # Written out as products of batches, heads stand in one dim with the batch.
+    # In decomposed attention with batched matmuls, heads and batch share one dim.
     heads = shape[1:-2] if len(shape) > 3 else (resolved(shape[0])[1:],)
     return tuple(chain.from_iterable(heads))

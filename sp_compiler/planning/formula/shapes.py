@@ -1,7 +1,7 @@
 """The dims of all values of a compiled program as products of unknowns.
 
 The sharding rules say which dims of an operator's operands and results are equal; here they are
-applied for that alone, to the forward that one rank runs.
+used only for that, on the forward that one rank runs.
 
 The dim roles of the sharding pass are not enough: they only distinguish tokens from features, on
 the model's own operators. Of the 872 tensors that 13 models save on 2 and 4 ranks, 561 are inputs
@@ -64,7 +64,7 @@ class Shapes:
 def follow_shapes(compiled: CompiledProgram) -> Shapes:
     """Walk every distinct forward once, then connect the calls."""
     shapes = Shapes()
-    # All inputs first: what a graph makes itself is in doubt if any of them has a batch of one.
+    # All inputs first: dims that a graph creates are in doubt if any input has a batch of one.
     for node, ref in _inputs(compiled):
         # A dim of 1 could be larger for another input, in contrast to one of a parameter.
         sizes = tuple((Atom(size),) for size in node.meta["val"].shape)
@@ -77,8 +77,8 @@ def follow_shapes(compiled: CompiledProgram) -> Shapes:
             _given(compiled, ref, node, shapes, stored)
             for ref, node in zip(call.args, taken, strict=True)
         ]
-        # Later calls run the same graph: what they are given is the same size as what the first
-        # was, wherever it comes from.
+        # Later calls run the same graph, so their arguments have the same sizes as those of the
+        # first call, wherever they come from.
         if call.region.name not in shapes.values:
             shapes.values[call.region.name] = _follow(forward, given, shapes.has_batch_of_one)
             continue
@@ -109,7 +109,7 @@ def _given(
     shapes: Shapes,
     stored: dict[tuple[str, str], Shape],
 ) -> Shape:
-    """Dims of what a call is given for the placeholder ``node``."""
+    """Dims of a call's argument for the placeholder ``node``."""
     if ref.kind == "call":
         region = compiled.program.calls[ref.index].region.name
         results = compiled.regions[region].partitioned.forward.output_node().args[0]
@@ -119,7 +119,7 @@ def _given(
     name = compiled.param_name(ref.name) if ref.kind == "param" else ref.name
     placement = compiled.placement(ref)
     full = unsharded(_fresh(node.meta["val"]), placement, compiled.world_size)
-    # By name: a tied weight makes the embedding's rows and the head's classes one size.
+    # By name: with a tied weight the embedding's rows and the head's classes are one size.
     full = stored.setdefault((ref.kind, name), full)
     return one_ranks_part(full, placement, compiled.world_size)
 
@@ -141,7 +141,7 @@ def _follow(graph: Graph, given: Sequence[Shape], has_batch_of_one: bool) -> dic
 
 
 def _find_counted(graph: Graph, known: Mapping[str, Sequence[Shape]]) -> None:
-    """Mark the dims of which each element is picked by a number that the model has for it."""
+    """Mark the dims from which the model selects each element by a constant index."""
     picked: dict[Atom, set[int]] = {}
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.select.int):
         source, dim, index = node.args
@@ -153,7 +153,7 @@ def _find_counted(graph: Graph, known: Mapping[str, Sequence[Shape]]) -> None:
 
 
 def _doubted(result: Shape, source: Shape) -> Shape:
-    """Put dims of 1 in doubt that a view makes of nothing: part of what has no factors, maybe."""
+    """Mark new dims of size 1 in a view as in doubt: they may be part of a size without factors."""
     if result.count(()) <= source.count(()):
         return result
     return tuple(dim or (Atom(1, in_doubt=True),) for dim in result)
@@ -167,12 +167,12 @@ def _fresh(value: Any, has_batch_of_one: bool = False) -> Shape:
 
 
 def _checked(node: Node, derived: Sequence[Shape], has_batch_of_one: bool) -> list[Shape]:
-    """Return what was derived, and unknowns for dims that do not have the size of the value's."""
+    """Return the derived dims, with unknowns for dims whose size differs from the value's."""
     results = []
     for position, value in enumerate(result_values(node)):
         fresh = _fresh(value, has_batch_of_one)
         shape = derived[position] if position < len(derived) else fresh
-        # Rather an unknown than a wrong name; the sum of all bytes is compared in the end.
+        # An unknown is better than a wrong name; the sum of all bytes is checked at the end.
         if len(shape) != len(fresh):
             shape = fresh
         pairs = zip(shape, fresh, strict=True)

@@ -1,8 +1,7 @@
 """Sizes of dims as products of unknowns, which operators show to be equal.
 
-A compiled program has numbers for sizes. Two sizes are the same *unknown* only if an operator
-requires it (both dims of a sum, the inner dims of a product), never because their numbers are
-equal.
+A compiled program has concrete sizes. Two sizes are the same *unknown* only if an operator requires
+it (both dims of a sum, the inner dims of a matmul), never because their values are equal.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ class Atom:
 
     Attributes:
         value: at the sizes of this program. A factor of 1 is one that could be larger: one sequence
-            in a batch, the part of one rank where there are as many heads as ranks.
+            in a batch, or one rank's part if there is one head per rank.
         meaning: the factors that it was found to consist of; ``None`` for an unknown.
-        hint: what to call it where it stays unknown and has no name: made by an operator that has
-            a number for a size, such as half of a dim.
-        in_doubt: a 1 that the graph has as a number, in a program for a batch of one: the batch, or
-            a dim that is 1 in every batch and is broadcast.
-        cut: the dim that it is a slice of, and where that begins.
-        is_counted: whether the model picks each element by a number: the 3 of fused q, k and v.
+        hint: its expression if it stays unknown and without a name, because an operator has a
+            constant for its size, such as half of a dim.
+        in_doubt: a constant 1 in the graph of a program for a batch of one: either the batch, or a
+            dim that is 1 for every batch and is broadcast.
+        cut: the dim that it is a slice of, and where the slice begins.
+        is_counted: whether the model selects each element by an index: the 3 of fused q, k and v.
     """
 
     value: int
@@ -48,8 +47,8 @@ Dim = tuple[Atom, ...]
 class Product:
     """Factors of a size.
 
-    ``share``: one rank's part that they were written for, where ranks need not divide the first of
-    them: 2 ranks share the tokens of 3 sequences of 8.
+    ``share``: the rank's part that they replace. Ranks need not divide the first factor: 2 ranks
+    share the tokens of 3 sequences of 8.
     """
 
     dim: Dim
@@ -100,7 +99,7 @@ def size_of(dim: Dim) -> int:
 
 
 def resolved(dim: Dim) -> Dim:
-    """``dim`` in factors that are no products."""
+    """``dim`` in factors that are not products."""
     return tuple(itertools.chain.from_iterable(map(_factors, dim)))
 
 
@@ -111,7 +110,7 @@ def _factors(atom: Atom) -> Dim:
         world_size, segments = atom.meaning.world_size, atom.meaning.segments
         factors = resolved(atom.meaning.full)
         sizes = [*itertools.accumulate((f.value for f in factors), operator.mul, initial=1)]
-        # Ranks divide the outermost factor, that of a segment where there are several.
+        # Ranks divide the outermost factor, or that of a segment if there are several.
         position = sizes.index(segments) if segments in sizes[:-1] else -1
         if len(factors) > 1 and position >= 0 and factors[position].value % world_size == 0:
             part = share((factors[position],), world_size)
@@ -127,7 +126,7 @@ def share(full: Dim, world_size: int, segments: int = 1) -> Dim:
 
 
 def gathered(dim: Dim, world_size: int, padding: int = 0) -> Dim:
-    """The dim that ``dim`` is one rank's part of, ``padding`` less than all parts together."""
+    """The dim of which ``dim`` is one rank's part, ``padding`` smaller than all parts together."""
     factors = resolved(dim)
     if not factors:  # one element per rank
         return unknown(world_size)
@@ -142,13 +141,13 @@ def gathered(dim: Dim, world_size: int, padding: int = 0) -> Dim:
 
 
 def unify(left: Dim, right: Dim) -> None:
-    """Learn that two dims are the same; what cannot be aligned stays as it is."""
+    """Record that two dims are the same; factors that cannot be aligned are unchanged."""
     for side, other in ((left, right), (right, left)):
         factors, parts = resolved(side), resolved(other)
         if len(factors) != 1 or not parts:
             continue
         (atom,) = factors
-        # An atom that is part of what it would be made of stays unknown.
+        # An atom that is part of its own factors stays unknown.
         if atom.meaning is None and not _depends(parts, atom):
             _equate(atom, parts)
             return
@@ -158,10 +157,10 @@ def unify(left: Dim, right: Dim) -> None:
 
 
 def _unify_inner(lefts: list[Atom], rights: list[Atom]) -> bool:
-    """Take the innermost factors off both and learn of them; False where they cannot be aligned."""
+    """Remove the innermost factors of both and unify them; False if they cannot be aligned."""
     x, y = lefts.pop(), rights.pop()
     if x.value == y.value:
-        # The next factor is all that a rank has of a sharded dim: its partner is inside the other.
+        # The next factor is the single element of a sharded dim: its partner is inside the other.
         if _is_single(lefts) and (parts := split_inner(y, y.value)):
             rights += parts[:-1]
             y = parts[-1]
@@ -190,7 +189,7 @@ def _is_single(factors: Sequence[Atom]) -> bool:
 
 
 def unknowns(dim: Dim) -> Dim:
-    """Return the unknowns that ``dim`` is made of in the end."""
+    """Return the unknowns of which ``dim`` is ultimately composed."""
     atoms: list[Atom] = []
     for atom in resolved(dim):
         atoms += [atom] if atom.meaning is None else unknowns(_inside(atom))
@@ -214,7 +213,7 @@ def _merge(x: Atom, y: Atom) -> None:
 
 
 def _equate(atom: Atom, dim: Dim) -> None:
-    """Learn what an unknown is; parts that are alike are of dims that are alike."""
+    """Record what an unknown is; equal fractions imply that their dims are equal."""
     atom.meaning = Product(dim)
     (other, *rest) = dim
     if atom.hint is not None and not rest and other.meaning is None:
@@ -222,7 +221,7 @@ def _equate(atom: Atom, dim: Dim) -> None:
             other.hint = None if _depends(atom.hint.dim, other) else atom.hint
         elif other.hint.divided == atom.hint.divided and other.hint.less == atom.hint.less:
             unify(atom.hint.dim, other.hint.dim)
-    # Kept with the unknown that stands for both.
+    # Kept with the unknown that represents both.
     other.is_counted |= atom.is_counted and not rest
     if atom.cut is not None and not rest and other.meaning is None and other.cut is None:
         other.cut = None if _depends(atom.cut[0], other) else atom.cut
@@ -243,7 +242,7 @@ def _inside(atom: Atom) -> Dim:
 
 
 def split_inner(atom: Atom, inner: int) -> Dim:
-    """Cut a factor in two, the inner one of size ``inner``; () where it has no such parts."""
+    """Split a factor in two, the inner one of size ``inner``; () if that is impossible."""
     if atom.meaning is None and atom.value > inner:
         atom.meaning = Product((Atom(atom.value // inner), Atom(inner)))
         return resolved((atom,))
@@ -295,10 +294,10 @@ def parts_of(dim: Dim, sizes: Sequence[int]) -> list[Dim]:
 
 
 def joined(parts: Sequence[Dim]) -> Dim:
-    """The dim that ``parts`` put together make."""
+    """The dim that is the concatenation of ``parts``."""
     if len(parts) == 1:
         return parts[0]
-    # Slices of a dim, two or more, make one that has factors.
+    # All slices of a dim together are that dim, which may have factors.
     return _cut_from(parts) or (Atom(sum(map(size_of, parts)), Sum(tuple(parts))),)
 
 
@@ -309,8 +308,8 @@ def uncut(dim: Dim) -> Dim:
 
 
 def _cut_from(parts: Sequence[Dim]) -> Dim | None:
-    """The dim that ``parts``, as those of chunks, are all slices of, in order; ``None`` if there
-    is none."""
+    """The dim of which ``parts`` are all slices, in order, as with chunks; ``None`` if there is
+    none."""
     source: Dim | None = None
     position = 0
     for part in parts:
@@ -323,14 +322,15 @@ def _cut_from(parts: Sequence[Dim]) -> Dim | None:
 
 
 def _cut_of(dim: Dim) -> tuple[Dim, int] | None:
-    # Before it is resolved: the rotated part of a head was found to be as long as a table.
+    # Before it is resolved: a slice may be unified with another dim (part of a head with a table).
     while len(dim) == 1 and dim[0].cut is None and isinstance(dim[0].meaning, Product):
         dim = dim[0].meaning.dim
     return dim[0].cut if len(dim) == 1 else None
 
 
 def sliced(dim: Dim, start: int, size: int) -> Dim:
-    """A part of a dim: of a sum some of its parts, else unknown, at best known as a fraction."""
+    """A slice of a dim: some parts of a sum, otherwise an unknown, if possible with a fraction as
+    its hint."""
     if size == size_of(dim):
         return dim
     (first, *rest) = resolved(dim)
@@ -354,7 +354,7 @@ Symbols = Callable[[Atom], sympy.Expr]
 
 
 def expression(dim: Dim, symbol: Symbols, world_size: sympy.Expr) -> sympy.Expr:
-    """``dim`` in symbols; ``symbol`` says what an unknown is called."""
+    """``dim`` in symbols; ``symbol`` returns the symbol of an unknown."""
     return sympy.Mul(*(_atom_expression(atom, symbol, world_size) for atom in resolved(dim)))
 
 
@@ -373,9 +373,9 @@ def _atom_expression(atom: Atom, symbol: Symbols, world_size: sympy.Expr) -> sym
 
 
 def divided(dim: Dim) -> list[Dim]:
-    """Return the dims that :func:`expression` assumes to divide evenly among the ranks."""
+    """Return the dims that :func:`expression` assumes to be divisible by the number of ranks."""
     result: list[Dim] = []
-    resolved(dim)  # writes shares as products, where that can be done
+    resolved(dim)  # replaces shares by products where possible
     for atom in dim:
         meaning = atom.meaning
         if isinstance(meaning, Product) and meaning.share is not None:

@@ -87,7 +87,7 @@ def tag_program(
         program: sharded.
         joints: of each region, by name, its loss head in several numbers of chunks, the fewest
             first; left as they are.
-        options: demands on each region, by name.
+        options: partition options of each region, by name.
         policy: its name.
         world_size: number of tensor-parallel ranks.
     """

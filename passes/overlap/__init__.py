@@ -154,8 +154,8 @@ def _least_room_bytes(ways: Sequence[ListSchedule], room: Room) -> int:
 def _look_ahead(
     ways: Sequence[tuple[Unordered, LookAhead]], alone: Schedule, room_bytes: int
 ) -> _Ahead | None:
-    """Return the cut of a backward that hides most, scheduled; ``None`` if none is much better than
-    ``alone``.
+    """Return the cut of a backward that hides most communication, scheduled; ``None`` if none is
+    much better than ``alone``.
 
     Args:
         ways: cuts, each with its function of two calls.

@@ -202,7 +202,7 @@ def _collectives(device: torch.device, group: dist.ProcessGroup | None) -> dict[
 def _link(time_us: Callable[[int], float], large_bytes: int, crossings: float) -> Link:
     """Fit latency and rate to the times of a small and a large transfer."""
     latency_us = time_us(_SMALL_BYTES)
-    # Not all of the time, even if the noise of a busy machine makes it seem so.
+    # Latency is never all of the time, even if the noise of a busy machine makes it seem so.
     transfer_us = max(time_us(large_bytes) - latency_us, latency_us * 1e-3)
     return Link(latency_us, large_bytes * crossings / (transfer_us * 1e3))
 

@@ -1,4 +1,4 @@
-"""Run a loss head, or attention, one chunk of rows at a time: logits and scores never all exist.
+"""Run a loss head, or attention, chunk by chunk of rows: logits and scores never exist in full.
 
 ::
 

@@ -103,7 +103,7 @@ def tag_program(
 
 
 def _found_nothing(joints: Mapping[str, JointGraph], policy: str) -> Iterator[str]:
-    """Yield a note if no tag in ``joints`` sets ``policy`` apart from saving everything."""
+    """Yield a note if no tag in ``joints`` distinguishes ``policy`` from saving everything."""
     sought = POLICIES[policy].seeks
     nodes = (node for joint in joints.values() for node in joint.graph.nodes)
     if sought and not any(node.meta.get("recompute_reason") == sought for node in nodes):

@@ -43,7 +43,8 @@ def outline(
         captured: normalized.
         wishes: hints by parameter; layers whose parameters must be placed differently get different
             regions.
-        stored: placements of parameters that an earlier compilation decided; the same applies.
+        stored: placements of parameters that an earlier compilation decided; layers that differ in
+            them get different regions, too.
         tables_apart: whether values that layers read and that depend only on inputs (masks, rotary
             tables) are computed in a separate call, which every stage of a pipeline can run.
     """

@@ -13,9 +13,9 @@ and backward compute the same values, bitwise. This is why it comes after differ
 model had one cast, its gradient would be a sum of three in 16 bits; with three casts it is a sum in
 32 bits.
 
-Equal gathers are merged as well if sharding saw several values: those of what is now one cast, and
-those of the gradient of a layer with parallel attention and MLP, which differentiation gathers for
-each.
+Equal gathers are merged as well if sharding saw several values: gathers whose operands are now one
+cast, and those of the gradient of a layer with parallel attention and MLP, which differentiation
+gathers for each.
 
 Mutates the graph. Reads ``meta["val"]``; new nodes take the meta of what they replace.
 """
@@ -50,7 +50,7 @@ def share_casts(joint: JointGraph) -> None:
     for node in list(graph.nodes):
         if is_narrowing_cast(node):
             _gather_behind(node)
-    # Gathers of what is now one cast, and casts of values that are gathered and also read locally.
+    # Gathers whose operands are now one cast, and casts of values that are also read locally.
     _merge_equal(graph, joint.backward_nodes())
     graph.lint()
 

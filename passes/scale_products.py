@@ -1,4 +1,4 @@
-"""Move a constant factor of a matrix product to the smallest of its operands and results.
+"""Move a constant factor of a matmul to the smallest of its operands and results.
 
 ::
 
@@ -8,15 +8,15 @@
     grad_q = bmm(grad_scores, k^T)          -->  grad_k = bmm(q^T, grad) * 0.125
     grad_k = bmm(q^T, grad_scores)
 
-Scores of attention are larger than queries and keys where there are more keys than a head has
-features, and logits larger than hidden states: the multiplication reads and writes less, and there
-is no second tensor of their size. Views may stand between. A power of two gives the same result to
-the bit. Any other factor rounds each element of the smaller tensor once more and each result once
-less: a difference like that of another order of summation.
+Scores of attention are larger than queries and keys if there are more keys than a head has
+features, and logits are larger than hidden states: the multiplication reads and writes less, and
+there is no second tensor of their size. Views may come between. A power of two gives bitwise the
+same result. Any other factor rounds each element of the smaller tensor one more time and each
+result one time less: a difference like that of another order of summation.
 
-After differentiation, so that backward reads what it would have read: a scaled query would be kept
-in addition to the projection that the query is a part of. And after chunks, each of which scales
-its rows.
+Runs after differentiation, so that backward reads the same values as without it: a scaled query
+would be saved in addition to the projection that the query is a part of. Runs after chunking,
+because each chunk scales its own rows.
 
 Mutates the graph. Reads ``meta["val"]``.
 """
@@ -41,21 +41,21 @@ _TIMES = (_aten.mul.Tensor, _aten.mul.Scalar)
 _OVER = (_aten.div.Tensor, _aten.div.Scalar)
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 # Least elements of a result: below, launching one more operator costs more than the memory saved.
-# On one core a model of hidden 64 was 2 % slower with its 32,768 scores scaled so, and one of
-# hidden 256 with 2 million 5 % faster.
+# On one core a model with hidden size 64 was 2 % slower when its 32,768 scores were scaled this
+# way, and one with hidden size 256 and 2 million scores 5 % faster.
 LEAST_ELEMENTS = 1 << 18
-# Both factors are tensors, and nothing is added to the product.
+# Both factors are tensors, and nothing is added to the result.
 _PRODUCTS = (_aten.mm.default, _aten.bmm.default, _aten.linear.default)
 
 
 def scale_products(joint: JointGraph) -> JointGraph | tuple[()]:
-    """Move factors to the first operand of a product or to its results, if those are smaller.
+    """Move factors to the first operand of a matmul or to its results, if those are smaller.
 
-    Only factors of magnitude at most 1: a larger one could overflow in 16 bits. And never to a
-    weight: policies recognise a linear by it.
+    Only factors of magnitude at most 1 are moved: a larger one could overflow in 16 bits. Weights
+    are never scaled, because policies recognise a linear by its weight.
 
     Returns:
-        ``joint``, or where there is no such number nothing, which makes no stage.
+        ``joint``, or ``()`` if there is no such factor: the pass then makes no stage.
     """
     kinds = zip(joint.inputs, joint.input_kinds, strict=True)
     weights = {node for node, kind in kinds if kind != "call"}
@@ -74,7 +74,7 @@ def _shrinks(node: Node) -> bool:
     source, number = node.args
     if not isinstance(source, Node) or not isinstance(number, (int, float)):
         return False
-    # Not 0: 0 * inf is NaN, and moving it across a product would change which elements are NaN.
+    # Not 0: 0 * inf is NaN, and moving it across a matmul would change which elements are NaN.
     size = abs(number)
     is_small = 0 < size <= 1 if node.target in _TIMES else 1 <= size < math.inf
     value, given = node.meta["val"], source.meta["val"]
@@ -91,11 +91,11 @@ def _scale_factor(node: Node, weights: Container[Node]) -> bool:
         product = product.args[0]
     if not _is_product(product) or len(product.users) > 1 or not _same_strides(source, node):
         return False
-    # If only a slice is scaled, the move would keep the whole product alive.
+    # If only a slice is scaled, the move would keep the entire result of the matmul alive.
     factor, size = product.args[0], _size(product)
     if _size(node) != size or _size(factor) >= size:
         return False
-    # async_tp needs a gather next to the product that reads it.
+    # async_tp needs a gather next to the matmul that reads it.
     if base(factor) in weights or collective_of(base(factor)) is not None:
         return False
     with node.graph.inserting_before(product):
@@ -109,15 +109,15 @@ def _scale_factor(node: Node, weights: Container[Node]) -> bool:
 
 
 def _scale_results(node: Node) -> None:
-    """``product(view(x * number), b)`` -> ``product(view(x), b) * number``, if there are no others
-    than such products."""
+    """``product(view(x * number), b)`` -> ``product(view(x), b) * number``, if only such matmuls
+    read ``x * number``."""
     source = node.args[0]
-    # What a region is given may have other strides than in the trace.
+    # An input of the region may have other strides than in the trace.
     if source.op == "placeholder" or is_pure_view(source) or not _same_strides(source, node):
         return
     reached = list(reach([node], lambda each: each.users if _carries(each, node) else ()))
     products = [each for each in reached if not _carries(each, node)]
-    # A product of the tensor with itself would be scaled twice.
+    # A matmul of the tensor with itself would be scaled twice.
     num_uses = sum(x in reached for each in products for x in tensor_operands(each))
     if not products or not all(map(_is_product, products)) or len(products) != num_uses:
         return
@@ -142,12 +142,12 @@ def _same_strides(source: Node, node: Node) -> bool:
 
 
 def _carries(each: Node, node: Node) -> bool:
-    """Return whether ``each`` is what is scaled, or a view of it."""
+    """Return whether ``each`` is ``node``, or a view."""
     return each is node or is_pure_view(each)
 
 
 def _is_reduced(product: Node) -> bool:
-    """Return whether a collective sums the result over ranks: beside each other, for async_tp."""
+    """Return whether a collective reads the result: async_tp needs the two next to each other."""
     readers = reach([product], lambda each: each.users if _carries(each, product) else ())
     return any(collective_of(reader) is not None for reader in readers)
 
@@ -158,7 +158,7 @@ def _is_product(node: Node) -> bool:
 
 def _scaled(node: Node, x: Node, name: str) -> Node:
     """Add a call that scales ``x`` as ``node`` does its operand."""
-    # In a chunk it is computed again in backward, as all of the chunk.
+    # In a chunk it is recomputed in backward, like everything in the chunk.
     about = {"chunk": node.meta["chunk"]} if "chunk" in node.meta else {}
     if "placement" in x.meta:
         about["placement"] = x.meta["placement"]

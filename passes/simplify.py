@@ -38,8 +38,8 @@ from sp_compiler.ir.symbolic import example_number, is_open, plain, same_shape
 aten = torch.ops.aten
 
 _PRODUCTS = (aten.mm.default, aten.linear.default)
-# With 1 as the second operand they return the first bitwise. A sum with 0 does not: it turns -0.0
-# into 0.0.
+# With 1 as the second operand they return the first bit for bit. A sum with 0 does not: it turns
+# -0.0 into 0.0.
 _KEEPS_NUMBERS = (aten.mul.Tensor, aten.div.Tensor, aten.pow.Tensor_Scalar)
 # Views that are the identity if they keep the shape; a transpose may keep it and move the elements.
 _KEEPS_ORDER = (*RESHAPES, aten.expand.default, aten.slice.Tensor)
@@ -219,7 +219,7 @@ def _fits(number: object, dtype: torch.dtype) -> bool:
 
 
 def _is_in_order(node: Node) -> bool:
-    """Return whether the dims are in decreasing order of strides."""
+    """Return whether no stride is larger than that of an earlier dim."""
     # Strides of the example: which of two is larger does not depend on open sizes.
     value = node.meta["val"]
     sizes, strides = (map(example_number, each) for each in (value.shape, value.stride()))

@@ -1,4 +1,4 @@
-"""Run a loss head, or attention, one chunk of rows at a time: logits and scores never all exist.
+"""Run a loss head, or attention, chunk by chunk of rows: logits and scores never exist in full.
 
 ::
 
@@ -220,7 +220,7 @@ class _Rewrite:
             totals[node] = self._sum(node, parts)
         elif self._chain.kind == "attention":
             # Parts of a rank's heads are segments of the dim, which no tensor of zeros can be
-            # declared to have. Joining the parts at the end takes no memory at the peak: by then
+            # declared to have. Joining the parts at the end does not raise the peak: by then
             # nothing else of a chunk is alive, and its scores are larger than the gradient of all
             # queries.
             self._copy(node, index)
@@ -232,8 +232,8 @@ class _Rewrite:
             totals[node] = self._call(node, WRITE_ROWS.overload, args)
 
     def _zeros(self, node: Node) -> Node:
-        """Zeros of the size of a result; even for the first chunk, so that all chunks look the
-        same."""
+        """Zeros of the size of a result: totals start from them, not from the first chunk, so that
+        all chunks look the same."""
         like = tensor_operands(node)[0]
         args = (self._parts[0].get(like, like), list(shape_of(node)))
         return self._call(node, aten.new_zeros.default, args)

@@ -27,9 +27,11 @@ _LOSSES = (VOCAB_NLL, VOCAB_SMOOTHED_NLL, VOCAB_LOGSUMEXP)
 _UNSHARDED_LOSSES = (aten.nll_loss_forward.default, aten._log_softmax.default)
 
 MOST_CHUNKS = 16
-"""More would make the generated text long, and the remaining logits are small by then."""
+"""More would make the generated text long, and by then the logits of a chunk are small compared
+with other values."""
 LEAST_ROWS = 1024
-"""Rows per chunk, if the number is chosen automatically: a matmul of fewer is below full speed."""
+"""Minimum rows per chunk, if the number of chunks is chosen automatically: a matmul of fewer rows
+does not reach full speed."""
 LEAST_QUERIES = 256
 """The same for attention, whose matmuls have this many rows for every sample and head."""
 

@@ -95,7 +95,7 @@ def factors_of(node: Node) -> OpRule | None:
         cut = [placement.dim for placement in conversion if placement.is_sharded]
         operands, results = ([numbered(shape, cut) for shape in side] for side in shapes)
         return OpRule(tuple(operands), tuple(results))
-    # An operator that is told which part of the global tensor it holds knows only parts of ranks.
+    # An operator that gets its position in the global tensor can be told only of a rank's part.
     if not ours.dims or ours.placed:
         return None
     sides = (side.replace("...", ".").split(",") for side in ours.dims.split("->"))

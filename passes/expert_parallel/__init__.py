@@ -79,7 +79,7 @@ def expert_parallel(
 
 
 def _require_divided_as_before(stored: Collection[str], divided: Collection[str]) -> None:
-    """Raise an error if other parameters are ``divided`` than those that are ``stored`` so."""
+    """Raise an error unless the ``divided`` parameters are those that are ``stored`` as divided."""
     for name in sorted({*stored} ^ {*divided}):
         before, now = ("divided", "whole") if name in stored else ("whole", "divided")
         raise UnsupportedError(

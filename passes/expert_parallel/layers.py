@@ -73,7 +73,8 @@ def layers_of(graph: Graph, names: dict[Node, str]) -> list[Layer]:
             # Rows are routed once their ends are known.
             if places[ends] < places[use.node] and _counts(ends, ids)
         ]
-        # Picking a vector per row may be any lookup; it is of experts only next to their matrices.
+        # Picking a vector per row may be any lookup: it is one of experts only if it belongs to
+        # matrices of experts.
         if of_products:
             of_products[0].ids = ids
             of_products[0].uses.append(use)
@@ -136,7 +137,7 @@ def counted_ids(ends: Node) -> Node | None:
 
 
 def sort_of(ids: Node) -> Node | None:
-    """Return the ascending sort that the keys ``ids`` are in the order of, if there is one."""
+    """Return the ascending sort whose sorted keys ``ids`` are, if there is one."""
     if is_getitem(ids):
         return ids.args[0] if ids.args[1] == 0 and _sorts(ids.args[0]) else None
     order: Any = picked_rows(ids)

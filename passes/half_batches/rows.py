@@ -17,8 +17,8 @@ class Rows:
     Attributes:
         placement: the dim of the batch, and its segments if other indices are outside of it, as
             if the halves were two ranks.
-        order: the sort that the rows are in the order of, each half in the order of its own sort;
-            ``None``: in the order of the batch, so that the joined halves are the value.
+        order: the sort that gives the order of the rows, separately in each half; ``None``: the
+            order of the batch, so that the joined halves are the value.
     """
 
     placement: Placement

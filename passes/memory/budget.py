@@ -62,7 +62,7 @@ def candidates_of(
         program: sharded.
         joints: of each region, by name, its loss head in several numbers of chunks; their tags are
             overwritten.
-        options: demands on each region, by name.
+        options: partition options of each region, by name.
         world_size: number of tensor-parallel ranks.
     """
     free = _free_outputs(program)

@@ -69,7 +69,7 @@ def candidates(
 
     Args:
         world_size: number of tensor-parallel ranks.
-        options: demands of the program on each of them.
+        options: partition options, the same for each of them.
         free: outputs of the region that live until backward anyway because the model returns them.
     """
     nodes, values = recompute_problem(joint, world_size, free, options)
@@ -207,7 +207,7 @@ def _sendable(
             send_us=hardware.host.transfer_us(value.num_bytes),
             beside_us=beside_us(value.num_bytes, hardware),
         )
-        # Excludes inputs that the model returns: they are on the device until backward anyway.
+        # Values that the model returns, inputs too, are on the device until backward anyway.
         if value.can_keep
         and value.num_bytes
         and node not in returned

@@ -31,7 +31,7 @@ def fewest_chunks(
     Args:
         program: sharded.
         joints: of each region, by name, tagged; the fewest chunks first.
-        options: demands on each region, by name.
+        options: partition options of each region, by name.
         world_size: number of tensor-parallel ranks.
     """
     chosen = dict.fromkeys(joints, 0)

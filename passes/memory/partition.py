@@ -33,7 +33,7 @@ from sp_compiler.trace.joint import JointGraph
 
 @dataclass(frozen=True)
 class PartitionOptions:
-    """Demands of the program on a region's forward and backward.
+    """Options for partitioning a region into forward and backward, derived from the program.
 
     Attributes:
         loss_output: index of the output that is the model's loss, from which a training step

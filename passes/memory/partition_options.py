@@ -9,7 +9,7 @@ from sp_compiler.passes.memory.partition import PartitionOptions
 
 
 def partition_options(program: Program, options: CompileOptions) -> dict[str, PartitionOptions]:
-    """Return the demands of the sharded ``program`` on each region, by name."""
+    """Return the partition options of each region of the sharded ``program``, by name."""
     own_parameters = program.own_parameters(options.tp)
     by_region = {}
     for region in program.regions:

@@ -8,8 +8,8 @@
 
 A region that uses a parameter twice, such as a layer on two half batches, computes a gradient for
 each use. A separate sum holds three tensors of the parameter's size at once and passes over memory
-four more times. Here the matmul kernel accumulates a matmul into the total, and any other summand
-is added in place. The tensor that is written into was made in this backward for the sum only.
+four more times. Here a summand that is a matmul is accumulated into the total by its own kernel,
+and any other summand is added in place. The total was made in this backward for the sum only.
 
 ::
 

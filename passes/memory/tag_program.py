@@ -87,7 +87,7 @@ def tag_program(
         program: sharded.
         joints: of each region, by name, its loss head in several numbers of chunks, the fewest
             first; left as they are.
-        options: demands on each region, by name.
+        options: partition options of each region, by name.
         policy: its name.
         world_size: number of tensor-parallel ranks.
     """
@@ -103,7 +103,7 @@ def tag_program(
 
 
 def _found_nothing(joints: Mapping[str, JointGraph], policy: str) -> Iterator[str]:
-    """Yield a note if no tag in ``joints`` sets ``policy`` apart from saving everything."""
+    """Yield a note if no tag in ``joints`` distinguishes ``policy`` from saving everything."""
     sought = POLICIES[policy].seeks
     nodes = (node for joint in joints.values() for node in joint.graph.nodes)
     if sought and not any(node.meta.get("recompute_reason") == sought for node in nodes):

@@ -95,7 +95,7 @@ def normalize(
     """
     graph = captured.module.graph
     mark_unlisted_layers(captured)  # the steps below work within layers
-    # They assert the dtypes of the capture; their operands count as uses and would keep dead values
+    # They assert the dtypes of the capture. As users of their operands they would keep dead values
     # alive.
     for node in calls(graph, _aten._assert_tensor_metadata.default):
         graph.erase_node(node)
@@ -163,8 +163,8 @@ def _lifted_numbers(captured: Captured) -> list[tuple[Node, str]]:
     """Return placeholder and name of each constant tensor that forward makes of Python numbers, as
     ``torch.tensor(2.0)`` does.
 
-    Tensors that forward reads, from a closure for example, have similar names. The difference:
-    export copies a tensor made in forward before any use, because each call makes a new one.
+    Tensors that forward reads, from a closure for example, have similar names. The difference: a
+    tensor made in forward is used only through a copy, because each call makes a new one.
     """
     placeholders = captured.module.graph.find_nodes(op="placeholder")
     return [
@@ -177,8 +177,8 @@ def _lifted_numbers(captured: Captured) -> list[tuple[Node, str]]:
 
 
 def _move_to_device(numbers: Sequence[tuple[Node, str]], captured: Captured) -> None:
-    """Move each of ``numbers`` that is used only on one other device there, which saves a copy per
-    step.
+    """Move each of ``numbers`` that is used only on one other device to that device: otherwise each
+    step would copy it.
 
     On a GPU the host would wait for that copy, which no CUDA graph can record (``cuda_graphs``).
     Tensors that forward reads stay: a moved copy would not see what is written into them later.

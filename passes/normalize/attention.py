@@ -140,7 +140,7 @@ class _Constants:
         return min(kinds)
 
     def _rows(self, node: Node, rows: range) -> Tensor | None:
-        """Compute ``rows`` of a value, or all if it has one; ``None`` if that is impossible."""
+        """Compute ``rows`` of a value, or its only row; ``None`` if that is impossible."""
         by_rows = is_tagged_pointwise(node) or node.target in (*_BY_ROWS, *_SHAPE_ONLY)
         if self._num_elements(node) <= _ROW_ELEMENTS or not by_rows or draws(node):
             return _rows_of(self._value(node), rows)

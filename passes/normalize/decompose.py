@@ -57,8 +57,8 @@ def canonical_operators(graph: Graph) -> None:
       kernel, and backward may sort again with another kernel (Inductor's, or a fallback)
     - operators with sparse gradients (``embedding(..., sparse=True)``) -> those with dense ones:
       only dense gradients can be summed over ranks and be parts of a distributed parameter
-    - a tensor with the conjugate or negative bit -> a computed one, because the bit is lost between
-      ranks; ``ihfft`` -> ``rfft`` and its conjugate
+    - a tensor with the conjugate or negative bit -> a materialized one, because the bit is lost
+      between ranks; ``ihfft`` -> ``rfft`` and its conjugate
     - a new tensor like an activation -> one of that size, which does not depend on the activation
     - a new tensor without a dtype -> one of the dtype that it had when captured
     """

@@ -60,7 +60,7 @@ def split_packed(graph: Graph) -> None:
 
 
 def split_slices(graph: Graph) -> None:
-    """``y[..., :a]``, ``y[..., a:b]``... that partition a matmul -> its ``split_with_sizes``.
+    """``y[..., :a]``, ``y[..., a:b]``... that partition a matmul's result -> ``split_with_sizes``.
 
     In place. Slices of other values (such as halves of a head for rotary embeddings) do not change.
     """

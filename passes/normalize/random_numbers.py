@@ -44,7 +44,6 @@ def draw_by_counter(captured: Captured, *, stored: bool) -> None:
     """Rewrite every operator of the graph of ``captured`` that draws random numbers, in place.
 
     - ``native_dropout(x, p, True)[0]`` -> ``dropout(x, seed, p, site, dim=0, world_size=1)``;
-    - ``native_dropout(x, p, True)[0]`` -> ``dropout(x, seed, p, site, dim=0, world_size=1)``;
       stored: ``native_dropout_backward(x, dropout_mask(x, seed, p, site, 0, 1), 1 / (1 - p))``,
       which multiplies by the mask and has a derivative
     - ``rand`` -> ``u = uniform(seed, size, dtype, site, dim=0, world_size=1)``
@@ -147,7 +146,7 @@ class _Draw:
         # Operands count too: the result of multinomial is integers, its weights are floats.
         types = {x.meta["val"].dtype for x in (node, *node.all_input_nodes)}
         self.dtype = torch.float64 if torch.float64 in types else torch.float32
-        """Of intermediate values: 16-bit types have too few values for the tails."""
+        """Dtype of intermediate values: 16-bit types have too few values for the tails."""
 
     def uniform(
         self, dtype: torch.dtype | None = None, size: tuple[int, ...] | None = None

@@ -54,7 +54,7 @@ def _chain(node: Node) -> list[Node]:
 def _is_elementwise(node: Node) -> bool:
     """Return whether an element depends only on that of the first argument and on values shared by
     all rows."""
-    # A getitem of an operator with several results is a Python function, not an OpOverload.
+    # One result of several is taken by operator.getitem, which is not an OpOverload.
     if not isinstance(node.target, OpOverload) or not isinstance(node.args[0], Node):
         return False
     pointwise = torch.Tag.pointwise in node.target.tags or is_call(node, _aten._to_copy.default)

@@ -3,7 +3,7 @@
 Nodes outside layers (:mod:`sp_compiler.base.provenance`) are glue. Layers whose graphs are equal,
 including shapes, dtypes and which values require a gradient, share one region; so do layers that
 compute the same in another order, such as keys before queries in every other layer. A layer whose
-results are all detached later (a teacher's, under ``no_grad``) requires none, and saves nothing.
+results are all detached later (a teacher's, under ``no_grad``) has no gradients and saves nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def outline(
         captured: normalized.
         wishes: hints by parameter; layers whose parameters must be placed differently get different
             regions.
-        stored: placements of parameters that an earlier compilation decided; the same applies.
+        stored: placements of parameters that an earlier compilation decided; layers that differ in
+            them get different regions, too.
         tables_apart: whether values that layers read and that depend only on inputs (masks, rotary
             tables) are computed in a separate call, which every stage of a pipeline can run.
     """
@@ -101,7 +102,8 @@ def outline(
 
 
 def _reached_by_gradients(captured: Captured) -> set[Node]:
-    """Return the values that a gradient may reach: not those that are read only by a detach."""
+    """Return the values that a gradient may reach; those that affect the outputs only through a
+    detach are left out."""
     leaves = [leaf for leaf in captured.outputs if isinstance(leaf, Node)]
     trained = [leaf for leaf in leaves if leaf.meta["requires_grad"]]
     return set(

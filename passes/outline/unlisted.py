@@ -51,7 +51,7 @@ def mark_unlisted_layers(captured: Captured) -> None:
 
 
 def count_possible_layers(stacks: Sequence[Sequence[ModuleCall]]) -> int:
-    """Return how many calls of layers there may be, from only the calls of modules."""
+    """Return how many calls of layers there may be, judging only by the calls of modules."""
     paths = set(_kinds(stacks))
     found = (layer_among(stack, paths) for stack in stacks)
     return len({layer.key for layer in found if layer is not None})
@@ -98,8 +98,9 @@ def _calls(
 
 
 def _is_deep(number_of: Mapping[Node, int], weights: set[Node]) -> bool:
-    """Return whether each call reads what the one before returned, and otherwise only ``weights``
-    and its own values, and whether the calls are most of the graph."""
+    """Return whether the calls are most of the graph, and each goes on from the one before: a value
+    that it reads, and the one before did not, comes from that one's results or is in ``weights``.
+    """
     given: list[set[Node]] = [set() for _ in range(max(number_of.values()) + 1)]
     latest: dict[Node, int] = {}  # of the calls that a node depends on
     for node, number in number_of.items():

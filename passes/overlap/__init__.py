@@ -106,7 +106,7 @@ def overlap_collectives(
         best = backward if ahead is None else ahead.ordered
         split = hand_over(parts, alone, best, room)
     looks_ahead = ahead.functions() if ahead is not None and split is None else None
-    # With functions that work for other calls, only the last call uses the plain backward.
+    # If functions that also work for other calls replace it, no step runs the plain backward.
     if thorough and looks_ahead is None and split is None:
         backward = alone.scheduled(room_bytes, thorough=True)
     backward_graph = backward.graph()
@@ -154,8 +154,8 @@ def _least_room_bytes(ways: Sequence[ListSchedule], room: Room) -> int:
 def _look_ahead(
     ways: Sequence[tuple[Unordered, LookAhead]], alone: Schedule, room_bytes: int
 ) -> _Ahead | None:
-    """Return the cut of a backward that hides most, scheduled; ``None`` if none is much better than
-    ``alone``.
+    """Return the cut of a backward that hides most communication, scheduled; ``None`` if none is
+    much better than ``alone``.
 
     Args:
         ways: cuts, each with its function of two calls.

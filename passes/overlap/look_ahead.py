@@ -75,7 +75,7 @@ def with_parts(first: set[Node]) -> set[Node]:
 
 
 def handed_over(first: Container[Node], reads: Iterable[Node]) -> tuple[set[Node], set[Node]]:
-    """Return the values that must be passed to a function that has ``reads`` or computes from them,
+    """Return the values that must be passed to a function that runs or returns the nodes ``reads``,
     and the views that it repeats, because only storages are passed.
 
     Args:
@@ -95,8 +95,8 @@ def handed_over(first: Container[Node], reads: Iterable[Node]) -> tuple[set[Node
 def joined(
     own: Graph, other: Graph, num_tangents: int, suffix: str, *, other_first: bool = False
 ) -> tuple[Graph, dict[Node, Node], dict[Node, Node]]:
-    """Return a graph with the calls of ``own`` and of ``other``, which is of another call, without
-    an output; and the copies of either's nodes.
+    """Return a graph without an output that has the calls of ``own`` and of ``other``, which is
+    part of another call; and the copies of the nodes of each.
 
     Args:
         own: its last placeholders are tangents, and stay the last.

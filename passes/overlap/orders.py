@@ -118,7 +118,7 @@ class Unordered:
 
     @property
     def given_bytes(self) -> int:
-        """Peak of ``graph`` in its own order; every lower limit cannot be met."""
+        """Peak of ``graph`` in its own order; no lower limit is guaranteed to be met."""
         return self.tasks.block.given_bytes
 
     def search_of_calls(self, calls: Sequence[Call]) -> ListSchedule:

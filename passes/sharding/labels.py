@@ -178,7 +178,7 @@ def _places(node: Node, rule: OpRule) -> list[tuple[Value, Dims]]:
 def _mark(
     places: list[tuple[Value, Dims]], table: dict[tuple[Value, int], None], *, ones: bool = True
 ) -> None:
-    """Add to ``table`` dims all of whose factors are in dims of it; ``ones``: also of size 1."""
+    """Add to ``table`` the dims whose factors all occur in its dims; ``ones``: also of size 1."""
     marked = _marked(places, table)
     for value, dims in places:
         for d, dim in enumerate(dims):

@@ -103,7 +103,8 @@ def demand_split_units(
 def split_units(
     source: Value, split: tuple[int, tuple[int, ...]], segmentations: Segmentations
 ) -> list[int]:
-    """Return the numbers of units to pad by in each of the parts of a split."""
+    """Return the numbers of units, each not divisible by the number of ranks, that every part of a
+    split may have."""
     dim, sizes = split
     known = segmentations.get((source, dim), {})
     return [cut.units for cut in known if cut.units and cut.sizes == sizes]

@@ -10,7 +10,7 @@ from sp_compiler.ir.forward_backward import Partitioned
 
 
 def transfers_us(parts: Partitioned, hardware: Hardware) -> float:
-    """Return the time of the link to send what one call saves; fetching it takes the same."""
+    """Return the link's time for the tensors that one call sends; fetching them takes the same."""
     link = hardware.host
     return sum(link.transfer_us(tensor.num_bytes) for tensor in parts.saved if tensor.on_host)
 

@@ -23,7 +23,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _MATRIX_SIZES = (256, 512, 1024, 2048, 4096, 8192)
 # A matmul that takes longer than this is the last of its dtype: the next takes eight times as long.
 _LONG_S = 0.05
-_RANDOM_COLUMNS = 1 << 12  # in a row, about the width of activations
+_RANDOM_COLUMNS = 1 << 12  # of dropout's operand: about the width of activations
 # The time of a small transfer is latency; that of a large one depends on its bytes.
 _SMALL_BYTES, _LARGE_BYTES = 1 << 10, 64 << 20
 _COPY_BYTES = 256 << 20  # a device's own memory is faster: it takes more bytes to measure
@@ -202,7 +202,7 @@ def _collectives(device: torch.device, group: dist.ProcessGroup | None) -> dict[
 def _link(time_us: Callable[[int], float], large_bytes: int, crossings: float) -> Link:
     """Fit latency and rate to the times of a small and a large transfer."""
     latency_us = time_us(_SMALL_BYTES)
-    # Not all of the time, even if the noise of a busy machine makes it seem so.
+    # Latency is never all of the time, even if the noise of a busy machine makes it seem so.
     transfer_us = max(time_us(large_bytes) - latency_us, latency_us * 1e-3)
     return Link(latency_us, large_bytes * crossings / (transfer_us * 1e3))
 

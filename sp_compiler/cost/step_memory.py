@@ -175,9 +175,9 @@ def functions_room(
     The step must fit ``budget_bytes``, or its own peak if there is no budget: the peak is often at
     the loss, so that the functions of blocks may take more. A region's function serves all its
     calls, so the call with most bytes around it counts. Without a budget, the backward of a layer
-    may take twice what it takes itself, because what runs early belongs to at most one more layer,
-    and three times that if another layer defers gradients to it; with many layers this is little
-    compared with what they all save.
+    may exceed this limit by as much as it takes itself, because what runs early belongs to at most
+    one more layer, and by twice as much if another layer defers gradients to it. With many layers
+    this is little compared with what they all save.
 
     Args:
         budget_bytes: limit for the activations of a step.

@@ -6,7 +6,7 @@ that several calls use, until it is added to the others, and gradients of replic
 until they are reduced together. So do copies of parameters with their padding, while a call runs,
 and of buffers that forward writes, which live on if backward reads them. What a call sends to the
 host leaves the device when the next call has run, and is fetched when the backward of the next call
-begins: it takes that long to copy (:mod:`sp_compiler.ops.gpu.host_memory`).
+begins: it is copied during that time (:mod:`sp_compiler.ops.gpu.host_memory`).
 """
 
 from __future__ import annotations

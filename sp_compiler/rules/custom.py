@@ -102,11 +102,12 @@ def _schema(op: Any) -> torch.FunctionSchema:
     else:
         schema = _find(getattr(target, "_qualified_op_name", target), op)._schema
     kinds = [str(argument.type) for argument in (*schema.arguments, *schema.returns)]
-    # The tensors of a list have no letters, and a mutation would only change a rank's part.
+    # The tensors of a list have no letters, and a mutation would change only one rank's part.
     if schema.is_mutable or any("List[" in kind and "Tensor" in kind for kind in kinds):
         raise ArgumentError(
-            f"op={schema.name!r} mutates an argument or takes a list of tensors; a rule needs an "
-            "operator that returns new tensors and takes each tensor as a separate argument"
+            f"op={schema.name!r} mutates an argument, or takes or returns a list of tensors; a "
+            "rule needs an operator that takes each tensor as a separate argument and returns "
+            "new tensors"
         )
     return schema
 

@@ -40,7 +40,7 @@ Rows = Literal["leading", "broadcast", "relabel", "fixed"]
 
 ``leading``: the same number of both. ``broadcast``: all but the same number of trailing ones.
 ``relabel``: any, because only the shape changes. ``fixed``: a single one, which stays as it is: the
-operator takes exactly one row dim, or counts dims from the front.
+operator accepts only one number of dims, or counts dims from the front.
 """
 
 

@@ -2,8 +2,8 @@
 
 A padded shard has zeros after the true elements in parameters and gradients, and finite values in
 other tensors, so nothing has to be masked: a matmul that sums over a padded dim has zeros on at
-least one side, and gradients of the padding are zero. The operators below preserve this; the dim is
-gathered before all others. A loss over a padded vocabulary itself excludes the padding.
+least one side, and gradients of the padding are zero. The operators below preserve this; before any
+other operator the dim is gathered. A loss over a padded vocabulary itself excludes the padding.
 
 A padded head is computed like the others, from zeros: its scores are those of the mask, which all
 heads share, its output is finite, and the weight of the matmul after attention is zero there.
@@ -89,7 +89,7 @@ RELABELLING = frozenset(
         _aten.view.default,
     }
 )
-# Their result is infinite where an operand is; that of all other operators is finite.
+# Their result may be infinite where an operand is; that of all other operators is finite.
 _PASSES_INFINITY = frozenset(
     {
         *(POINTWISE - {_aten.sigmoid.default, _aten.tanh.default}),

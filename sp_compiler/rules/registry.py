@@ -1,6 +1,6 @@
 """Rows of the rule table, and the helpers that all families use to read nodes.
 
-A row gives the factors of one call, from only shapes and constant arguments. Its other columns
+A row gives the factors of one call, only from shapes and constant arguments. Its other columns
 describe how one rank calls the operator: a size argument has another value on a shard, and only
 this table knows which arguments are sizes.
 """
@@ -19,7 +19,7 @@ from sp_compiler.ir.fx import arguments, shape_of, tensor_operands
 from sp_compiler.rules.factors import Dims, OpRule
 
 FIRST_OPERAND = ((0,),)
-"""Linear in only the first operand."""
+"""Linear only in the first operand."""
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def has_rule(node: Node) -> bool:
 
 
 def missing_rule(node: Node, name: str) -> str:
-    """Return a text that :func:`rule_for` has no rule for ``node``, called ``name`` in it."""
+    """Return the text that ``node``, called ``name`` in it, has no rule."""
     # Distinguished, because only an operator without a row can be given a rule by the user.
     limits = " with these shapes and arguments" if has_rule(node) else ""
     return f"no sharding rule for {name}{limits}"

@@ -345,7 +345,8 @@ class Memory:
     def run_all(self, order: Iterable[int], limit_bytes: float) -> int:
         """Run tasks, up to the first during which more than ``limit_bytes`` exist, and return the
         most bytes that existed."""
-        # Same as `run`, inlined: walks call it so often that calls would take them 10 % longer.
+        # The same as calling `run`, inlined: walks run this so often that the calls would make them
+        # 10 % slower.
         block, left, live_bytes, most_bytes = self._block, self._holders_left, self.live_bytes, 0
         run_bytes, made_bytes, holders = block.run_bytes, block.made_bytes, block.holders
         sizes = block.storage_bytes

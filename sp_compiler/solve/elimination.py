@@ -6,9 +6,9 @@ and the placements in which values read outside exist. Equal rows, and rows that
 at no higher cost, are dropped. A transformer layer passes on one or two values, so tables stay
 small, and the last one has a single row. T5's 257 vertices on 8 ranks take 0.2 s of CPU, where the
 linear program of :mod:`sp_compiler.solve.placement_milp` takes 10 s for the same objective
-(``python -m benchmarks.solver_ways placement``). If the cost of some choice is known, it narrows
-tables that would get too wide: a row is dropped if, together with the cheapest rows of all other
-tables, it costs more than that choice.
+(``python -m benchmarks.solver_ways placement``). If the cost of some choice is known, elimination
+narrows tables that would get too wide: it drops a row that, together with the cheapest rows of all
+other tables, costs more than that choice.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class Elimination:
 
     @property
     def cost_us(self) -> float:
-        """Of the cheapest rows of all tables: after :meth:`run` the objective, before that less."""
+        """Cost of the cheapest rows: the objective after :meth:`run`, before that a lower bound."""
         return sum(float(table.costs.min()) for table in self._tables.values())
 
     def _leaf(self, number: int, vertex: Vertex) -> _Table:
@@ -212,7 +212,7 @@ class Elimination:
         if key not in self._costs:
             source = self._placements[made]
             costs = [self._conversion_cost(value, source, self._placements[t]) for t in _bits(mask)]
-            # Infinite if there is no such conversion: sums stay sums, and such rows are dropped.
+            # Infinite if there is no such conversion, so that rows that need it are dropped.
             self._costs[key] = sum(math.inf if cost is None else cost for cost in costs)
         return self._costs[key]
 
@@ -256,7 +256,7 @@ class Elimination:
         for pair in (*self._edges_of(first), *self._edges_of(second)):
             self._edges.pop(pair, None)
         a, b = self._tables.pop(first), self._tables.pop(second)
-        # Unregistered before the pairs are made: those ask what the *remaining* tables read.
+        # Unregistered before the pairs are made, which depend on what the *remaining* tables read.
         for value in (*a.makes, *b.makes):
             self._maker.pop(value, None)
         for value in (*a.needs, *b.needs):
@@ -378,7 +378,7 @@ def _require_rows(table: _Table) -> None:
 
 def _visible(seen: int) -> Callable[[State], State]:
     """Make a function that reduces a joint state to the conversions that others may read."""
-    # The rest is dropped, so that rows that differ in nothing else become one.
+    # Other conversions are dropped, so that rows that differ only in them become one.
     return lambda state: (state[0], (state[1] | state[2]) & seen & ~(1 << state[0]))
 
 

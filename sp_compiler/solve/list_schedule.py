@@ -29,7 +29,7 @@ _TIMED_WALKS, _FAR = 4, 1.1
 # Kernels that take a tenth of the collectives' time hide next to nothing, in whatever order.
 _WORTH_HIDING = 0.1
 # Tasks in all walks with changed ranks together: at most about 0.1 s for a block. The time of a
-# walk grows faster than its tasks, so a model that is one long region gets only the timed walks.
+# walk is more than linear in them, so a model that is one long region gets only the timed walks.
 _TASKS_WALKED, _PATIENCE, _MOST_TASKS = 20_000, 50, 400
 # More effort for the one order that will run than for each of the many it was compared with.
 _THOROUGH = 4
@@ -169,7 +169,8 @@ def _best_of_first(block: Block, limit_bytes: int, bound_us: float) -> Walked:
 
 
 def _in_given_order(block: Block) -> tuple[float, ...]:
-    """Ranks that put first what a collective needs, and put waits last, so that none idles."""
+    """Ranks that put the kernels that a collective needs first and waits last, so that the compute
+    stream does not idle."""
     num_tasks = len(block.tasks)
     return tuple(
         math.inf if i in block.starts_of else i if block.leads_to_link[i] else i + num_tasks

@@ -40,7 +40,7 @@ class ForwardValue:
         can_keep: whether it may be saved; a view may not, its base may.
         can_repeat: whether it may be recomputed.
         can_send: whether it may be sent to the host.
-        sent_bytes: bytes that count if it is sent, because it stays on the device until it is sent.
+        sent_bytes: bytes that count if it is sent, because it is on the device until the copy ends.
         send_us: time of the copy to the host, on the link.
         beside_us: time by which the copies there and back delay concurrent kernels.
     """
@@ -194,7 +194,7 @@ class SavingProgram:
         result = milp(
             _RESOLUTION * np.concatenate(cost[: self.parts]),
             constraints=self._constraints(limit_bytes),
-            # Once kept and sent are integral, recomputed is automatically: fewer integer columns.
+            # Once kept and sent are integral, recomputed is too: fewer integer columns suffice.
             integrality=np.repeat([1, 0, 1][: self.parts], self.count),
             bounds=Bounds(0, np.concatenate(upper)),
             # Presolve prints to stdout if it has to repair a solution.
@@ -210,7 +210,8 @@ class SavingProgram:
         choice = evaluate(self.values, kept, *sent)
         if choice is None or limit_bytes is None or choice.num_bytes <= limit_bytes:
             return choice
-        # Sizes more than six digits apart exceed it by rounding: retry with a lower limit.
+        # Sizes more than six digits apart: rounding allowed too much. Retry with a limit that is
+        # lower by the excess.
         return self.solve(2 * limit_bytes - choice.num_bytes, us_per_byte)
 
     def _constraints(self, limit_bytes: int | None) -> list[LinearConstraint]:
@@ -236,7 +237,7 @@ class SavingProgram:
             if self.host_us:
                 sent = 2 * self.count
                 sizes |= {sent + index: value.sent_bytes for index, value in enumerate(self.values)}
-            # A value that exceeds it alone has a separate bound.
+            # A value that alone exceeds the limit is left out: its upper bound is 0.
             sizes = {index: size for index, size in sizes.items() if 0 < size <= limit_bytes}
             unit, largest = math.gcd(*sizes.values()) or 1, max(sizes.values(), default=1)
             rows.append([(index, -size / largest) for index, size in sizes.items()])

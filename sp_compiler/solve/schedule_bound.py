@@ -39,8 +39,8 @@ def _longest_chain_us(block: Block) -> float:
             continue
         before_us = begins_us = block.kernels_us(block.before[start])
         for ahead_us, arrives_us, earlier in reversed(sent):
-            # The kernels between the two do not run before the earlier one: this one and the
-            # remaining ones can no longer delay the start.
+            # The kernels between the two are not among those before the earlier one: neither this
+            # one nor the remaining ones can delay the start any further.
             if ahead_us + before_us <= begins_us:
                 break
             behind = block.behind[block.wait_of.get(earlier, earlier)]

@@ -52,7 +52,7 @@ class Fitting:
         made_bytes: bytes of the storages that a task makes, by the same index.
         can_run: whether a task can run after a set of others (one bit each), cached: most walks
             meet the sets of the walks before.
-        limits: whether something did not fit in some walk: with more memory it may differ.
+        limits: whether something did not fit in some walk: with more memory the walk may differ.
         spends: whether some walk ran a kernel that it would not have run had it been sparing.
     """
 
@@ -124,7 +124,8 @@ class _Walk:
         self._on_link, self._times_us, self._users = block.on_link, block.times_us, block.users
         self._run_bytes, self._made_bytes = block.run_bytes, block.made_bytes
         self._memory = Memory(block)
-        # Often all that the block ever makes fits at once, next to a head with a large vocabulary.
+        # Often everything that the block ever makes fits at once: the limit is then the peak of a
+        # head with a large vocabulary.
         self._all_fit = block.most_bytes <= limit_bytes
         self._needs_left = list(block.num_needs)
         # What is ready, each list in order of preference: kernels by rank, starts by latest start,
@@ -151,7 +152,7 @@ class _Walk:
         for _ in self._block.tasks:
             position = self._next()
             self._run(position)
-            # Only these change the clocks' lower bounds.
+            # Only tasks on the link change the clocks' lower bounds.
             if on_link[position] and _cost_us(clock.least_us, slow_clock.least_us) > most_us:
                 return None
         return Walked(
@@ -208,7 +209,7 @@ class _Walk:
         return None
 
     def _spares(self, kernel: int, left_us: float) -> bool:
-        """Return whether running ``kernel``, which no collective needs, would waste it: it is much
+        """Return whether running ``kernel`` would waste it: no collective needs it, and it is much
         longer than the rest of the collective that arrives next."""
         soon = left_us < _SOON * self._times_us[kernel]
         return soon and not self._block.leads_to_link[kernel]
@@ -226,7 +227,7 @@ class _Walk:
         return None
 
     def _fits(self, position: int) -> bool:
-        """Return whether the rest can run in the order that fits after ``position``."""
+        """Return whether, after ``position``, the rest can run in the order that fits."""
         if self._all_fit:
             return True
         if self._memory.live_bytes + self._block.run_bytes[position] > self._limit_bytes:
@@ -248,8 +249,9 @@ class _Walk:
         return known[key]
 
     def _returns_after(self, position: int) -> bool:
-        # Collectives under way arrive, which only frees memory. Then the tasks that it overtook run
-        # while its results exist. The tasks after it in that order see no more memory than before.
+        # Collectives under way arrive, which only frees memory. Then the tasks that ``position``
+        # overtook run while its results exist. The tasks after it in the order that fits find no
+        # more memory in use than without it.
         wait_of, place = self._block.wait_of, self._fitting.place
         arrive = [wait_of[start] for start in (*self._under_way, position) if start in wait_of]
         left = self._left.copy()

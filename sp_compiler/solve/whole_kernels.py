@@ -15,7 +15,7 @@ from sp_compiler.solve.block_schedule import Block, Memory, Task
 def whole_kernels(block: Block, kernels: Sequence[Hashable | None]) -> tuple[Block, list[range]]:
     """Return ``block`` with each kernel as one task, and the range of original tasks of each.
 
-    The peak computed for an order bounds the true peak, and that of the given order does not grow.
+    The peak computed for an order is at least the true one, and the given order's does not grow.
 
     Args:
         kernels: for each task the kernel that it is part of, or ``None``. Tasks of a kernel that do

@@ -225,7 +225,7 @@ def test_every_strategy_of_a_text() -> None:
         ("gate", "h -> h", {}, "op='gate' is not a registered operator"),
         (3, "h -> h", {}, "op=3 is not a registered operator"),
         ("aten::add_", "h, h -> h", {}, "op='aten::add_' mutates an argument"),
-        ("aten::hstack", "h -> h", {}, "op='aten::hstack' .* takes a list of tensors"),
+        ("aten::hstack", "h -> h", {}, "op='aten::hstack' .* takes or returns a list of tensors"),
         (
             "aten::linear",
             "...i, oi, o -> ...o",

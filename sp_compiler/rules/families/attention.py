@@ -49,7 +49,8 @@ def _sdpa(node: Node) -> OpRule | None:
         return None
     batch = numbered(query[:-3])
     heads = Factor("a", query[-3])
-    # The heads factor of grouped keys and values has another size; both are divisible, or no cut.
+    # The heads factor of grouped keys and values has another size: it is cut only if both sizes are
+    # divisible.
     kv_heads = heads if key[-3] == query[-3] else Factor("a", key[-3])
     # Width of the heads and sequences are private: scores mix all of a row, and a cut of the width
     # would leave partial scores before the softmax.

@@ -58,7 +58,8 @@ def _linear_sets(node: Node, count: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _linear_in_where(node: Node, count: int) -> tuple[tuple[int, ...], ...]:
-    """Of two values, or of one and a scalar zero; each rank would add any other scalar once."""
+    """Linear in two values, or in one if the other is a scalar zero: each rank would add any other
+    scalar once."""
     if count == 3:
         return ((1, 2),)
     values = (arguments(node)["self"], arguments(node)["other"])
@@ -220,6 +221,6 @@ def _masked_fill(node: Node) -> OpRule:
     dims = numbered(shape)
     operands = tuple(broadcast(shape_of(operand), dims, shape) for operand in tensor_operands(node))
     value = arguments(node)["value"]
-    # Any other value would be added once by each rank.
+    # Each rank would put in the value, and the sum would have it once per rank: only 0 works.
     is_zero = not isinstance(value, Node) and value == 0
     return OpRule(operands, (dims,), linear=FIRST_OPERAND if is_zero else ())

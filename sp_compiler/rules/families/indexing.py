@@ -153,7 +153,7 @@ def _index_fill(node: Node) -> OpRule:
     shape, index, *number = operand_shapes(node)
     dim = positive_dim(arguments(node)["dim"], len(shape))
     dims = numbered(shape, blocked=(dim,) if shape else ())
-    # Each rank would put in any other value once.
+    # Each rank would put in the value, and the sum would have it once per rank: only 0 works.
     linear = FIRST_OPERAND if arguments(node)["value"] == 0 else ()
     operands = (dims, private(index, "i"), *(private(each, "v") for each in number))
     return OpRule(operands, (dims,), linear=linear, rows="fixed")
@@ -184,7 +184,7 @@ def _scatter(node: Node) -> OpRule:
     given = arguments(node)
     linear: tuple[tuple[int, ...], ...] = ()
     if "reduce" not in given:
-        # Each rank would put in any other scalar once; zeros add up to zero.
+        # Each rank would put in a scalar, and the sum would have it once per rank: only 0 works.
         linear = ((0, 2),) if source else FIRST_OPERAND if given["value"] == 0 else ()
     return OpRule((target, part, *same), (target,), linear=linear)
 
@@ -212,7 +212,7 @@ def _split(node: Node) -> OpRule:
     if len(results[0]) < len(shape):  # unbind: each result lacks the dim
         result = tuple(item for position, item in enumerate(dims) if position != dim)
         return OpRule((dims,), (result,) * len(results), linear=((0,),))
-    # A dim that is cut without regard to its parts would leave a rank with only some of them.
+    # If the dim were cut without regard to the parts, a rank would have only some of the results.
     sizes = tuple(result[dim] for result in results)
     return OpRule((dims,), (dims,) * len(results), linear=((0,),), split=(dim, sizes))
 

@@ -219,7 +219,7 @@ def _channels(
     given = arguments(node)
     groups = _groups(given, image, weight, result)
     if not groups:  # a check may try such shapes
-        raise ArgumentError(f"{node.name}: a weight {tuple(weight)} needs more channels")
+        raise ArgumentError(f"{node.name}: a weight {tuple(weight)} needs more channels than given")
     inner, outer = private((image[1] // groups,), "c")[0], private((result[1] // groups,), "o")[0]
     shared: Dim = (Factor("g", groups),)
     # One group: every output sums all input channels, and ranks would add the bias to each part.

@@ -30,7 +30,7 @@ def _logsumexp(node: Node) -> OpRule | None:
 
 @rule("aten::max", "aten::min")
 def _extreme(node: Node) -> OpRule | None:
-    """Of two tensors, or along one dim or all."""
+    """Elementwise over two tensors, or a reduction along one dim or all."""
     return pointwise(node) if "other" in arguments(node) else _reduction(node)
 
 
@@ -75,7 +75,7 @@ def _reduction(node: Node) -> OpRule | None:
 
 @rule("aten::cosine_similarity")
 def _cosine_similarity(node: Node) -> OpRule | None:
-    """Of rows along one dim, which stays whole: elements are divided by norms over all of it."""
+    """Similarity along one dim, which stays whole: it is divided by norms over the entire dim."""
     shapes = operand_shapes(node)
     whole = tuple(torch.broadcast_shapes(*shapes))
     dim = positive_dim(arguments(node)["dim"], len(whole))

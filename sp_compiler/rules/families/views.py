@@ -44,7 +44,7 @@ def _of_rows(call: LocalCall) -> bool:
 @rule("aten::unsqueeze", is_reshape=_of_rows)
 def reshape(node: Node) -> OpRule | None:
     if node.target is aten.view.dtype:
-        return None  # reinterprets the bits, perhaps in another element size
+        return None  # reinterprets the bits, perhaps with another element size
     (shape,), (result,) = operand_shapes(node), result_shapes(node)
     if 0 in shape:
         return None  # sizes do not determine how the dims correspond
@@ -57,7 +57,7 @@ def _moves_a_row_dim(call: LocalCall) -> bool:
     placement = call.results[0]
     if placement.kind != "T":
         return False
-    # A part has one dim in place of several token dims: it lacks the others, so cannot move them.
+    # A part has one dim in place of several token dims: the others do not exist to be moved.
     rank = len(result_shapes(call.node)[0])
     rows = max(placement.dim, call.operands[0].dim)
     return any(dim % rank < rows for dim in call.node.args[1:])

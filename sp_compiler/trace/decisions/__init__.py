@@ -56,7 +56,7 @@ _CASTS: dict[object, Callable[..., Any]] = {
     Tensor.__complex__: complex,
     Tensor.__format__: format,
 }
-"""Functions that turn a tensor into a Python number or text, and how they turn its item into it."""
+"""Functions that turn a tensor into a Python number or text, and the same functions of its item."""
 _TESTS: dict[object, Callable[..., Any]] = {
     torch.equal: lambda x, other: x.shape == other.shape and (x == other).all(),
     Tensor.equal: lambda x, other: x.shape == other.shape and (x == other).all(),

@@ -143,7 +143,7 @@ def module_source(texts: Iterable[RegionText], imports: Sequence[str] = ()) -> s
 def _header(bodies: str) -> str:
     """Return the docstring and the imports of a module with the classes ``bodies``."""
     methods = [text for name, text in _OF_METHODS.items() if f"def {name}(" in bodies]
-    # Padded heads are rare: only their notation is left out if it does not occur.
+    # The notation of padded heads is rare, so it is explained only if it occurs.
     kinds = "S/PRI" if _UNITS.search(bodies) else "SPRI"
     explained = "\n".join(f"    {line}" for line in legend(kinds))
     about = "\n\n".join([_PARTS, *methods, _COMMENTS, explained, _MARKS])

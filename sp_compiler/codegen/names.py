@@ -82,7 +82,7 @@ class ValueNames:
 
     def candidates(self, node: Node) -> Sequence[str]:
         """Return candidate identifiers for a node of a forward or backward."""
-        # A wait is named after the value, and the started collective is pending_ and that name.
+        # A wait has the name of the value, and the started collective that name after "pending_".
         value = node.all_input_nodes[0] if is_wait(node) else node
         candidates = self._cached_candidates(value)
         candidates = [f"pending_{candidates[0]}"] if is_started(node) else candidates

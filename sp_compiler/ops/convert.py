@@ -100,7 +100,7 @@ def _fake_converted(x: Tensor, src: str, dst: str, world_size: int) -> Tensor:
         # The value itself, with its strides: which views of it are possible depends on them.
         return x.new_empty_strided(x.shape, x.stride())
     shape = list(source.global_shape(tuple(x.shape), world_size))
-    if target.kind == "S":  # the checks refuse a wrong conversion; its shape must not
+    if target.kind == "S":  # must not fail: the checks refuse wrong conversions
         shape[target.dim] = (shape[target.dim] + target.padding(world_size)) // world_size
     return x.new_empty(shape)
 

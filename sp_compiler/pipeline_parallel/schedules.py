@@ -66,8 +66,8 @@ class Schedule:
 
     def make(self, stages: Sequence[Any], microbatches: int, loss: Callable[..., Tensor]) -> Any:
         """Return torch's schedule for these stages of this rank."""
-        # Losses are scaled instead of gradients after the schedule: that would also scale gradients
-        # accumulated before, and those of a tied parameter once per stage.
+        # Gradients are not scaled after the schedule: that would also scale those accumulated
+        # before, and a tied parameter's once per stage. Losses are scaled instead.
         return getattr(torch_schedules, self.class_name)(
             stages[0] if self.is_single else list(stages),
             n_microbatches=microbatches,

@@ -81,7 +81,7 @@ _OF_LAYOUT = (Tensor.is_contiguous, Tensor.stride)
 _BY_LAYOUT = (Tensor.as_strided, torch.as_strided)
 """Functions whose result depends on the positions of a tensor's elements in memory."""
 
-# Torch's errors have no common base class of their own, so they are recognized by name.
+# Recognized by name: torch raises them as they are, without a common class of their own.
 _DATA_DEPENDENT = ("GuardOnDataDependentSymNode", "DataDependentOutputException", "UserError")
 
 

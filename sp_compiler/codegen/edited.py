@@ -45,7 +45,7 @@ def with_code(compiled: CompiledProgram, source: str) -> CompiledProgram:
             raise ArgumentError(f"edited code: there is no class {title}; keep all classes")
         for method in _METHODS:
             wanted, given = _parameters(generated, method), _parameters(edited, method)
-            # By number, since they are passed by position: they may be renamed.
+            # Only their number counts: they are passed by position, so they may be renamed.
             if wanted is not None and (given is None or len(given) != len(wanted)):
                 was = "is missing" if given is None else f"takes ({', '.join(given)})"
                 raise ArgumentError(

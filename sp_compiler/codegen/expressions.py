@@ -231,14 +231,14 @@ class Printer:
         return self.value(value.args[0])
 
     def _layer_norm(self, node: Node) -> str:
-        # torch.layer_norm runs the same kernel and drops mean and rstd at once.
+        # torch.layer_norm runs the same kernel and drops mean and rstd immediately.
         called = "torch.layer_norm" if first_alone(node) else "torch.native_layer_norm"
         return f"{called}({self._arguments(node)})"
 
     def _softmax(self, node: Node) -> str:
         x, dim, half_to_float = node.args
         name = node.target.__name__.partition(".")[0]
-        if half_to_float:  # which torch.softmax asks for by a dtype
+        if half_to_float:  # torch.softmax requests it with a dtype
             return f"torch.{name}({self._arguments(node)})"
         return f"torch.{name.removeprefix('_')}({self.value(x)}, {dim})"
 

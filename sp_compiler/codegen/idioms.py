@@ -37,7 +37,7 @@ class Idioms:
     """
 
     def __init__(self, graph: Graph) -> None:
-        # What the function returns must be a value of its own, not a part of an expression.
+        # A returned value must have its own statement, so it cannot be a part of an expression.
         returned = {base(node) for node in graph.output_node().all_input_nodes}
         candidates = [_matmul(node) for node in graph.nodes if node.target in RESHAPES]
         self.matmuls = {

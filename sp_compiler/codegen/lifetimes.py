@@ -59,7 +59,7 @@ class Lifetimes:
         self._choose(given, set(taken))
 
     def _choose(self, given: Mapping[str, str], taken: set[str]) -> None:
-        # What the caller passes keeps its name to the end: a reader looks it up in the signature.
+        # An argument keeps its name to the end: a reader looks it up in the signature.
         for node in self._inputs:
             candidates = [given[node.name]] if node.name in given else self._candidates(node)
             self.names[node] = _first_free(candidates, taken)

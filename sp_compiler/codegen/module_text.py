@@ -52,7 +52,7 @@ all of it for one layer."""
 _AHEAD = """\
 In consecutive layers, each backward also recomputes for the layer before it, in values with the
 suffix _before. A step runs recompute of the last layer, backward_ahead of each layer but the first,
-and backward_rest of that. backward does all of it for one layer."""
+and backward_rest of the first. backward does all of it for one layer."""
 _OF_METHODS = {
     "backward_inputs": _SPLIT_BACKWARD, "backward_behind": _BEHIND, "backward_ahead": _AHEAD,
 }  # fmt: skip
@@ -143,11 +143,11 @@ def module_source(texts: Iterable[RegionText], imports: Sequence[str] = ()) -> s
 def _header(bodies: str) -> str:
     """Return the docstring and the imports of a module with the classes ``bodies``."""
     methods = [text for name, text in _OF_METHODS.items() if f"def {name}(" in bodies]
-    # Heads that are padded are rare: of all placements they alone are explained on demand.
+    # The notation of padded heads is rare, so it is explained only if it occurs.
     kinds = "S/PRI" if _UNITS.search(bodies) else "SPRI"
     explained = "\n".join(f"    {line}" for line in legend(kinds))
     about = "\n\n".join([_PARTS, *methods, _COMMENTS, explained, _MARKS])
-    math = "import math\n\n" if "math." in bodies else ""  # of open sizes
+    math = "import math\n\n" if "math." in bodies else ""  # for open sizes
     return f'"""{about}\n"""\n\n{math}import torch\nimport torch.nn.functional as F\n'
 
 
@@ -165,28 +165,28 @@ def region_text(
     ``apart``.
     """
     layer = paths[0] if paths else ""
-    # All functions ask one object, so that a value has the same name in forward and backward.
+    # One object for all functions, so that a value has the same name in forward and backward.
     candidates = ValueNames(joint, layer).candidates
     bindings: dict[str, str] = {}
     bodies: dict[str, Body] = {}
-    # All functions are laid out before any name is final: what is saved has one name in all.
+    # All functions are laid out before any name is final: a saved value has one name in all.
     for method, graph in _methods_of(partitioned).items():
-        # What is nested needs no name, but what is nested depends on how long the names are.
+        # Nested values need no names, but which ones are nested depends on how long names are.
         tentative = {node: candidates(node)[0] for node in graph.nodes if node.op != "output"}
         sizes = {symbol_of(node): name for node, name in tentative.items() if symbol_of(node)}
         printer = Printer(tentative, Idioms(graph), sizes, bindings)
         bodies[method] = Body(graph, printer, layer, gradients=method != "forward", apart=apart)
-    # Names of overloads are bound in the module: a value called so would hide them.
+    # Names of overloads are bound in the module: a value of that name would hide them.
     called = {node.target for body in bodies.values() for node in body.graph.nodes}
     taken = {binding(target) for target in called if hasattr(target, "namespace")}
     names: dict[str, str] = {}
-    for body in bodies.values():  # forward first: what it saves has the same name in backward
+    for body in bodies.values():  # forward first: saved values keep their names in backward
         body.choose_names(candidates, names, taken)
         for node, name in body.printer.names.items():
             names.setdefault(node.name, name)
     forward = bodies.pop("forward")
     inputs = forward.graph.find_nodes(op="placeholder")
-    # Of the forward, for all: comments of a backward may name sizes that it does not take.
+    # The forward's for all functions: comments of a backward may name sizes that it does not take.
     sizes = {symbol_of(node): names[node.name] for node in inputs if symbol_of(node)}
     for body in (forward, *bodies.values()):
         body.printer.sizes = sizes
@@ -210,10 +210,10 @@ def _methods_of(partitioned: Partitioned) -> dict[str, Graph]:
 
 
 def _given(partitioned: Partitioned, joint: JointGraph) -> dict[str, dict[str, int]]:
-    """Return the tuples that a backward takes in front of the tangents, with the number of values
-    in each, by name of the method."""
+    """Return the tuples that a backward takes before the tangents, with the number of values in
+    each, by name of the method."""
     graphs = partitioned.functions
-    # Of the others, where all that is saved comes first.
+    # By default a method takes saved values, then all tangents.
     num_tangents = dict.fromkeys(graphs, len(joint.tangents))
     num_tangents |= {"loss_backward": 1, "backward_weights": 0, "recompute": 0}
     if partitioned.loss is not None:
@@ -292,7 +292,7 @@ _HANDED = {
     "backward_behind": "rest",
     "backward_ahead": "recomputed_before",
 }
-"""Name of what a backward returns behind the gradients, by method."""
+"""Name of the tuple that a backward returns after the gradients, by method."""
 
 
 def _backward(method: str, body: Body, given: Mapping[str, int], num_grads: int) -> str:
@@ -306,7 +306,7 @@ def _backward(method: str, body: Body, given: Mapping[str, int], num_grads: int)
             continue
         stop = start + count
         lines += indented(wrapped("(", names[start:stop], f") = {group}", as_tuple=True))
-        if any(map(is_handed, inputs[start:stop])):  # so that each dies behind its last use
+        if any(map(is_handed, inputs[start:stop])):  # so that each is freed after its last use
             lines += indented([f"{group}.clear()"])
         start = stop
     results = body.graph.output_node().args[0]
@@ -328,7 +328,7 @@ def _backward(method: str, body: Body, given: Mapping[str, int], num_grads: int)
 def _device_line(statements: Sequence[str], inputs: Sequence[Node], body: Body) -> list[str]:
     if not any("device=device" in line for line in statements):
         return []
-    # Where the inputs are, not a device that was traced: the user may move the module.
+    # The device of the inputs, not of the trace: the user may move the module.
     tensors = [body.printer.names[node] for node in inputs if isinstance(node.meta["val"], Tensor)]
     if tensors:
         return [f"device = {tensors[0]}.device"]
@@ -338,7 +338,7 @@ def _device_line(statements: Sequence[str], inputs: Sequence[Node], body: Body) 
 
 def wrapped(head: str, items: Sequence[str], tail: str, as_tuple: bool = False) -> list[str]:
     """Return ``head items tail`` on one line, or wrapped if that is too long."""
-    # One name in parentheses alone is no tuple.
+    # One name in parentheses is not a tuple.
     comma = "," if as_tuple and len(items) == 1 else ""
     line = f"{head}{', '.join(items)}{comma}{tail}"
     if len(line) <= WIDTH:

@@ -2,13 +2,13 @@
 
 A value gets the first of these names that exists and is free:
 
-- what the user's statement that computed it assigns it to: ``query_states``;
+- the target of the user's statement that computed it: ``query_states``;
 - the module that returns it: ``c_attn`` for ``h.0.attn.c_attn``;
-- what the callers' statements assign it to;
+- the target of a caller's statement;
 - its operator: ``softmax``.
 
 A converted value is named after the original (``ln_1_gathered``), the gradient of a value ``grad_``
-plus the value's name. Names depend on the graph alone, so they are the same on every rank and in
+plus the value's name. Names depend only on the graph, so they are the same on every rank and in
 every process.
 """
 
@@ -82,7 +82,7 @@ class ValueNames:
 
     def candidates(self, node: Node) -> Sequence[str]:
         """Return candidate identifiers for a node of a forward or backward."""
-        # What has arrived is the value, what is on its way its pending self.
+        # A wait has the name of the value, and the started collective that name after "pending_".
         value = node.all_input_nodes[0] if is_wait(node) else node
         candidates = self._cached_candidates(value)
         candidates = [f"pending_{candidates[0]}"] if is_started(node) else candidates
@@ -96,11 +96,11 @@ class ValueNames:
         return self._cached_candidates(node)[0]
 
     def _cached_candidates(self, node: Node) -> list[str]:
-        # Waits and views that later steps made are in no joint graph, and speak for themselves.
+        # Waits and views from later steps are not in the joint graph: their own nodes are used.
         own_name = node.name.removesuffix(BEFORE).removesuffix(BEHIND)
         node = self._nodes.get(node.name) or self._nodes.get(own_name, node)
         if node not in self._cache:
-            self._cache[node] = [_operator_name(node)]  # where the search comes back to it
+            self._cache[node] = [_operator_name(node)]  # in case the search comes back to it
             self._cache[node] = list(self._candidates(node)) or [_operator_name(node)]
         return self._cache[node]
 
@@ -119,8 +119,8 @@ class ValueNames:
             for name in self._assigned.get(node, ()):
                 yield f"{name}{partial}"
             suffix = _suffix(node)
-            # A pass that made several operators of one may have named them: "scores". Without
-            # what torch.fx puts behind the name of a node.
+            # A pass that split an operator may have named the parts ("scores"). Suffixes that
+            # torch.fx appends to names are removed.
             source = re.sub(r"(_default)?(_\d+)*$", "", self._source_of.get(node, "")).strip("_")
             if source and not suffix and node.target is not operator.getitem:
                 yield source
@@ -129,7 +129,7 @@ class ValueNames:
                 while _suffix(named) and not self._assigned.get(named):
                     named = named.args[0]
                 viewed = self._base(named)
-                # Where the value itself is nested, nobody else needs its name.
+                # If the value itself is nested, its name is free.
                 yield from (viewed, f"{viewed}_{suffix}")
 
     def _placeholder(self, node: Node) -> Iterator[str]:
@@ -150,11 +150,11 @@ class ValueNames:
         elif node in self._gradient_of:
             yield f"grad_{self._base(self._gradient_of[node])}"
         else:
-            # Summed up: the value itself, which may have the name that the summands were denied.
+            # The sum is the value itself, so it gets the name without "_partial".
             yield from (name.removesuffix("_partial") for name in self._cached_candidates(source))
 
     def _is_partial(self, node: Node) -> bool:
-        """Return whether a value is only reduced over the ranks."""
+        """Return whether all uses of a value are reductions over the ranks."""
         users = [user for user in node.users if user not in self._backward]
         return bool(users) and all(
             collective_of(user) in ("reduce_scatter", "all_reduce") for user in users
@@ -162,7 +162,7 @@ class ValueNames:
 
 
 def is_reshape(node: Node) -> bool:
-    """Return whether it is a view of the same elements in the same order."""
+    """Return whether ``node`` is a view of the same elements in the same order."""
     return node.target in RESHAPES
 
 
@@ -255,13 +255,13 @@ def _targets(
     """
     if statement is None:
         return {}
-    # More than one: a tuple, a loop or a condition.
+    # There are several for a tuple, a loop or a condition.
     last = [
         node
         for node in members
         if isinstance(node.meta.get("val"), Tensor)
         and any(user not in members for user in _uses(node, backward))
-        and not (is_reshape(node) and node.args[0] in members)  # which has the name
+        and not (is_reshape(node) and node.args[0] in members)  # that one gets the name
     ]
     names = statement.targets
     if not statement.unpacks:
@@ -273,7 +273,7 @@ def _targets(
         return {last[0]: names[statement.used[0]]}
     if statement.listed and len(last) == len(names):
         return dict(zip(last, names, strict=True))
-    # query, key = rotate(query, key): what is made of one old value alone is its new one.
+    # query, key = rotate(query, key): a value computed from only one old value replaces it.
     made_of = {node: _operands(node, members, assigned).intersection(names) for node in last}
     renewed = {node: old.pop() for node, old in made_of.items() if len(old) == 1}
     return renewed if len(set(renewed.values())) == len(last) else {}
@@ -284,7 +284,7 @@ def _operands(node: Node, members: Collection[Node], assigned: Mapping[Node, str
     names: set[str] = set()
     pending = [node]
     seen = {node}
-    for part in pending:  # which grows
+    for part in pending:  # the list grows
         for operand in part.all_input_nodes:
             if operand in members or conversion_of(operand) is not None:
                 if operand not in seen:
@@ -308,7 +308,7 @@ def _uses(node: Node, backward: Collection[Node]) -> Iterator[Node]:
 def _module_names(node: Node, backward: Collection[Node], layer: str) -> Iterator[str]:
     """Names of the modules that return ``node``, innermost first, plain and after their parent.
 
-    The product with a module's weight counts as the module's result: a bias may follow.
+    The matmul with a module's weight counts as the module's result: a bias may follow.
     """
     parts = module_path(node).split(".")
     users = [user for user in _uses(node, backward) if conversion_of(user) is None]
@@ -321,7 +321,7 @@ def _module_names(node: Node, backward: Collection[Node], layer: str) -> Iterato
         returned = any(user != path and not user.startswith(f"{path}.") for user in outside)
         if not path or not (returned or is_product):
             return
-        # Of layers.0 the number alone would be no name.
+        # For layers.0, the number alone would not be a name.
         if not parts[length - 1].isdigit():
             yield parts[length - 1]
         if length > 1:
@@ -335,14 +335,14 @@ def _module_names(node: Node, backward: Collection[Node], layer: str) -> Iterato
 def _gradients(joint: JointGraph, values: Mapping[str, Node]) -> Mapping[Node, Node]:
     """Return the forward value of each gradient in backward, if it is known.
 
-    A value that the backward of another operator takes is the gradient of that one's result.
+    A value that the backward of another operator takes is the gradient of that operator's result.
     """
     gradient_of: dict[Node, Node] = {}
     for grad, value in zip(joint.grads, joint.inputs, strict=True):
         if grad is not None:
             gradient_of.setdefault(grad, value)
     tangents = descendants(joint.tangents)
-    # From the parameters back: a gradient is known by who takes it next.
+    # From the parameters back: a gradient is identified by its next user.
     for node in reversed(joint.graph.nodes):
         if node not in tangents or node.op != "call_function" or node in gradient_of:
             continue
@@ -358,12 +358,12 @@ def _gradients(joint: JointGraph, values: Mapping[str, Node]) -> Mapping[Node, N
 
 
 def _forward_values(graph: Graph, backward: Collection[Node]) -> Mapping[str, Node]:
-    """The value of each operator that was differentiated; of several results the first."""
+    """Return the value of each differentiated operator; the first of several results."""
     values: dict[str, Node] = {}
     for node in graph.nodes:
         source, is_value = node.meta.get("source"), isinstance(node.meta.get("val"), Tensor)
         further = node.target is operator.getitem and node.args[1] != 0
-        # The last one wins: what an operator was decomposed into ends with its value.
+        # The last one wins: the nodes that an operator was decomposed into end with its value.
         if source is not None and is_value and node not in backward and not further:
             values[source] = node
     return values

@@ -242,7 +242,7 @@ class _Storages:
     """Storages of a function, without those of its arguments.
 
     Args:
-        nested: nodes without a statement; changes meanwhile.
+        nested: nodes without a statement; it may change between calls.
     """
 
     def __init__(

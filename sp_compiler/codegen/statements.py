@@ -104,7 +104,7 @@ class Body:
         pending: list[Node] = []
         for node, parts in self._parts.items():
             pending.append(node)
-            # Views of a value, and the value on its way between placements, only move it.
+            # Views and conversions of a value only move it.
             computes = [
                 part
                 for part in parts

@@ -94,7 +94,7 @@ def _statements(tree: ast.AST, function: ast.AST | None = None) -> Iterator[tupl
 def _statement(file: str, node: ast.stmt, function: ast.AST | None) -> Statement | None:
     target, value = None, getattr(node, "value", None)
     if isinstance(node, ast.Assign):
-        # In a = b = x the first: both are the same value.
+        # In a = b = x, the first target: both are the same value.
         target = node.targets[0]
     elif isinstance(node, ast.AnnAssign | ast.AugAssign):
         target = node.target
@@ -118,7 +118,7 @@ def _computed_with(function: ast.AST | None, line: int) -> set[str]:
     """Return names that ``function`` uses after ``line`` other than to return them."""
     names: set[str] = set()
     pending = [function] if function is not None else []
-    for node in pending:  # grows meanwhile
+    for node in pending:  # the list grows
         if getattr(node, "end_lineno", line + 1) <= line:
             continue
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):

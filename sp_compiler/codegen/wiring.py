@@ -68,7 +68,7 @@ def _named(program: Program, outputs: Mapping[str, Sequence[str]]) -> dict[tuple
     returned = program.call_outputs.values()
     last_use.update(((ref.index, ref.output), len(program.calls)) for ref in returned)
     names: dict[tuple[int, int], str] = {}
-    # By name, the index of the call after which it is free again.
+    # By name, the index of the first call whose results may get it again.
     taken: dict[str, int] = {}
     for index, call in enumerate(program.calls):
         for output, wanted in enumerate(outputs[call.region.name]):

@@ -189,7 +189,7 @@ def compile_graph(traced: Traced) -> Callable[[list[Any]], Sequence[Any]]:
     # Users of a result rely on the strides that it has in eager code.
     output.meta["user_visible_output_idxs"] = range(len(output.args[0]))
     if traced.mode.shape_env is None:
-        # The cache asks it for the guards of an entry, and skips a graph that has none to ask.
+        # The cache asks it for the guards of an entry, and skips a graph without one.
         traced.mode.shape_env = ShapeEnv()
     context = tracing(TracingContext(traced.mode))
     settings = context, config.patch(_PINNED), shortcuts()

@@ -1,4 +1,4 @@
-"""Split generated functions into parts that Inductor compiles and parts that run as they are.
+"""Split generated functions into parts that Inductor compiles and parts that run uncompiled.
 
 ::
 
@@ -28,19 +28,19 @@ from dataclasses import dataclass, field
 from sp_compiler.ops.registry import OPERATORS
 
 Wrapped = Callable[[str, Sequence[str], str], list[str]]
-"""``(head, items, tail)``: lines of ``head items tail``, broken where that is too long for one."""
+"""``(head, items, tail)``: lines of ``head items tail``, wrapped if that is too long for one."""
 
 DECORATOR = "inductor"
-# Methods of the communicator that are no operators of ours and talk to nobody.
+# Methods of the communicator that are not custom operators and do not communicate.
 _LOCAL_METHODS = frozenset({"shard", "zero_pad_to_partial"})
-# Kernels of a library. A name that is missing here costs a compilation that gains nothing, a name
-# too many a kernel that is not fused; neither changes a number.
+# Library kernels. A missing name costs a compilation that gains nothing, and a superfluous one
+# leaves an operator unfused; neither changes results.
 # fmt: off
 _PRODUCTS = frozenset({
     "mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "convolution", "add_product",
     "scaled_dot_product_attention",
 })
-# Calls that Inductor has nothing to fuse with, likewise.
+# Calls that give Inductor nothing to fuse; the same holds for names that are wrong here.
 _NOT_FUSED = _PRODUCTS | frozenset({
     "reshape", "view", "view_as", "flatten", "unflatten", "transpose", "permute", "movedim",
     "t", "unsqueeze", "squeeze", "expand", "expand_as", "split", "chunk", "unbind", "narrow",
@@ -49,7 +49,7 @@ _NOT_FUSED = _PRODUCTS | frozenset({
 # fmt: on
 # Operators that generated code writes as symbols.
 _SYMBOLS = (ast.BinOp, ast.Compare)
-# With one operator alone Inductor runs the same kernel at the price of one call more.
+# For a single operator, Inductor would run the same kernel, with one more call.
 _LEAST_OPERATORS = 2
 
 
@@ -98,7 +98,7 @@ def split_method(
 ) -> list[str]:
     """Cut the text of one static method into the functions to compile and the method itself.
 
-    Without ``products`` a statement with a matrix product stays in the method, as it is.
+    Without ``products``, a statement with a matmul stays in the method unchanged.
     """
     lines = source.splitlines()
     (function,) = ast.parse(source).body
@@ -124,10 +124,10 @@ def split_method(
         functions.append(_function(name, inputs, results, run, wrapped))
         call = f"{', '.join(results)} = {class_name}.{name}("
         lines_of_call = wrapped(call, ["tp", *inputs], ")")
-        # Sections stay apart where they began with the run.
+        # If a section begins with the run, the blank line before it stays.
         body += [*([""] if body and not run.statements[0].lines[0] else []), *lines_of_call]
         known.update(results)
-        # A name that is bound anew has let go of what it held.
+        # A rebound name no longer holds its old value.
         dead = [name for each in run.statements for name in each.names(ast.Del)]
         dead = [name for name in dict.fromkeys(dead) if name in inputs and name not in results]
         body += [f"del {', '.join(dead)}"] if dead else []
@@ -138,7 +138,7 @@ def split_method(
 def _statements(
     nodes: Sequence[ast.stmt], lines: Sequence[str], start: int
 ) -> Iterator[_Statement]:
-    """Statements with their lines, without the indentation; the first one's begin at ``start``."""
+    """Yield statements with their unindented lines; those of the first begin at ``start``."""
     for node in nodes:
         end = node.end_lineno or node.lineno
         yield _Statement(node, [line.removeprefix("    ") for line in lines[start:end]])
@@ -161,7 +161,7 @@ def _runs(statements: Iterable[_Statement], products: bool) -> list[_Run]:
 
 
 def _is_compiled(node: ast.stmt, products: bool) -> bool:
-    """Return whether ``node`` computes something from this rank's tensors alone."""
+    """Return whether ``node`` computes something from only this rank's tensors."""
     if not isinstance(node, ast.Assign):
         return False
     calls = [each for each in ast.walk(node.value) if isinstance(each, ast.Call)]
@@ -176,7 +176,8 @@ def _name(call: ast.Call) -> str:
 
 
 def _stays(call: ast.Call) -> bool:
-    """Return whether ``call`` starts or awaits a collective, or reads numbers on the host."""
+    """Return whether ``call`` starts or waits for a collective, reads values on the host, or is
+    compiled separately."""
     if not isinstance(call.func, ast.Attribute):
         return False
     if call.func.attr == "wait":
@@ -197,7 +198,7 @@ def _operators(node: ast.stmt) -> Iterator[ast.expr]:
             function = each.func
             if _name(each) not in _NOT_FUSED:
                 yield each
-            # A kernel of ours is a chain of operators by itself, which eager code runs one by one.
+            # Counted twice: our kernel is a chain of operators, which eager code runs one by one.
             if isinstance(function, ast.Attribute) and ast.unparse(function.value) == "tp":
                 yield each
 
@@ -213,7 +214,7 @@ def _read_behind(runs: Iterable[_Run], names: Sequence[str]) -> list[str]:
 
 
 def _in_method(statement: _Statement, known: set[str]) -> list[str]:
-    """The lines of a statement that stays; of a deletion what this function has a name for."""
+    """Return the lines of a statement that stays; a deletion keeps only names in ``known``."""
     if not isinstance(statement.node, ast.Delete):
         return statement.lines
     dead = [name for name in statement.names(ast.Del) if name in known]
@@ -226,7 +227,7 @@ def _function(
 ) -> str:
     body: list[str] = []
     for statement in run.statements:
-        # Inductor decides where a buffer ends; the caller holds what it passes.
+        # Inductor decides when to free a buffer; the caller keeps the arguments alive.
         if not isinstance(statement.node, ast.Delete):
             body += statement.lines
     body = (

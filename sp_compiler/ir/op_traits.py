@@ -1,7 +1,7 @@
 """Kinds of operators that several passes ask for.
 
-What a single pass means by a kind (the products it can move, the views it sees through) is a table
-of that pass.
+A kind that only one pass needs (the matmuls that it can move, the views that it looks through) is a
+table in that pass.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ MATMULS = {
     aten.linear.default: (0, 1),
     aten.convolution.default: (0, 1),
 }
-# Rows sorted by expert times a matrix per expert; by name, for the second belongs to transformers,
-# which need not be installed.
+# Rows sorted by expert times a matrix per expert; by name, because the second belongs to
+# transformers, which need not be installed.
 _GROUPED = frozenset({"aten::_grouped_mm", "transformers::grouped_mm_fallback"})
 # Ours, and the forms of ``scaled_dot_product_attention`` that PyTorch picks by device and dtype.
 FUSED_ATTENTION = frozenset(
@@ -45,7 +45,7 @@ FUSED_ATTENTION = frozenset(
         DROPOUT_ATTENTION.overload,
     }
 )
-# Views of a part of their argument: to save the result keeps the full storage alive.
+# Views of a part of their argument: saving the result keeps the full storage alive.
 NARROWING_VIEWS = frozenset(
     {
         aten.slice.Tensor,
@@ -90,12 +90,12 @@ FILLED = {
 COPIES = frozenset({aten.clone.default, aten._to_copy.default})
 # The same elements in the same order, under another shape.
 RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-# torch tags ``where.self``, which these are made of.
+# torch tags only ``where.self``, to which these decompose.
 _POINTWISE_BY_PARTS = frozenset({aten.where.Scalar, aten.where.ScalarOther, aten.where.ScalarSelf})
 
 
 def conversion_of(node: Node) -> Conversion | None:
-    """Conversion of a ``convert`` node; ``None``: another node, or nothing implements it."""
+    """Return the conversion of a ``convert`` node; ``None`` for other nodes, or if none exists."""
     placements = placements_of(node)
     return None if placements is None else conversion_between(*placements)
 
@@ -132,7 +132,7 @@ def is_view(node: Node) -> bool:
     """Return whether the result shares the storage of its first argument (read from the schema)."""
     if node.op != "call_function":
         return False
-    # A part of a split is a view as the split is; a result of an operator with several is not.
+    # A part of a split is a view, like the split; other results of operators with several are not.
     if node.target is operator.getitem:
         return is_view(node.args[0])
     if node.target in _OTHER_VIEWS or is_identity(node):
@@ -144,7 +144,7 @@ def is_view(node: Node) -> bool:
 @functools.cache
 def _aliases_first(target: object) -> bool:
     # Read from the schema: a list of views would miss those of the next version of PyTorch.
-    # Remembered, for torch makes new objects of a schema's arguments at every look.
+    # Cached, because torch creates new objects for a schema's arguments at every access.
     schema = getattr(target, "_schema", None)
     if schema is None or not schema.arguments:
         return False
@@ -155,7 +155,7 @@ def _aliases_first(target: object) -> bool:
 
 def writes(node: Node) -> bool:
     """Return whether the operator writes into its first argument and returns that: a view by its
-    storage, but not by what it costs."""
+    storage, but not by its cost."""
     ours = operator_of(node.target)
     return ours is not None and ours.writes
 
@@ -171,8 +171,8 @@ def is_part(node: Node) -> bool:
 
 
 def is_handed(node: Node) -> bool:
-    """Return whether ``node`` is an argument that the caller lets go, so that the function frees
-    it."""
+    """Return whether ``node`` is an argument to which the caller keeps no reference, so that the
+    function frees it."""
     return bool(node.meta.get("handed"))
 
 
@@ -193,13 +193,13 @@ def view_chain(node: Node) -> list[Node]:
 
 
 def is_returned(node: Node) -> bool:
-    """Return whether whoever calls the function is given the tensor, and may write into it."""
+    """Return whether the function returns the tensor or a view: the caller may write into it."""
     return any(user.op == "output" or (is_view(user) and is_returned(user)) for user in node.users)
 
 
 def is_tagged_pointwise(node: Node) -> bool:
-    """Return whether PyTorch has tagged the operator as one that broadcasts its operands and
-    combines them element by element, or every operator that it is made of."""
+    """Return whether PyTorch tags the operator, or all operators that it decomposes to, as
+    pointwise: it broadcasts its operands and combines them element by element."""
     target = node.target
     return torch.Tag.pointwise in getattr(target, "tags", ()) or target in _POINTWISE_BY_PARTS
 
@@ -214,7 +214,7 @@ def is_cast(node: Node) -> bool:
 
 
 def is_narrowing_cast(node: Node) -> bool:
-    """Return whether ``node`` is a cast between floating dtypes, to the one of fewer bits."""
+    """Return whether ``node`` is a cast between floating dtypes, to one of fewer bits."""
     if not is_cast(node):
         return False
     value, given = node.meta["val"], node.args[0].meta["val"]
@@ -223,7 +223,7 @@ def is_narrowing_cast(node: Node) -> bool:
 
 
 DRAWS = (DROPOUT.overload, DROPOUT_MASK.overload, UNIFORM.overload)
-"""Operators of ours that draw by a counter; the argument ``site``, the fourth, tells them apart."""
+"""Our operators that draw from the counter; the fourth argument, ``site``, distinguishes calls."""
 
 
 def draws(node: Node) -> bool:
@@ -254,8 +254,8 @@ def is_grouped_product(node: Node) -> bool:
 
 
 def matmul_factors(node: Node) -> tuple[Node, Node] | None:
-    """Return the two factors of a matrix product, ``None`` for other operators; of several right
-    factors the first."""
+    """Return the two factors of a matmul, the first of several right ones; ``None`` for other
+    operators."""
     if node.target is ALL_GATHER_MATMUL.overload:
         return node.args[0], node.args[1][0]
     positions = MATMULS.get(node.target)

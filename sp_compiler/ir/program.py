@@ -60,7 +60,7 @@ class Region:
         input_placements: set by sharding; placements of the local tensors (never "T").
         output_placements: set by sharding.
         input_shapes: set by sharding; shapes of the full values, with open sizes; ``None`` for
-            values that are not tensors. Values in rows form have the flattened shape.
+            values that are not tensors. Local tensors in rows form do not show theirs.
         output_shapes: set by sharding.
     """
 

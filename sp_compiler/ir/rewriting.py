@@ -367,8 +367,8 @@ def _differentiable_fake(known: _Known, node: Node) -> Any:
 def _gradients_of_leaves(known: _Known, node: Node) -> Sequence[bool]:
     """Return which of the values of ``node`` require a gradient.
 
-    Not all results of an operator may: the new running statistics of a batch norm are arguments of
-    its next call, which would refuse them with a gradient.
+    Some results of an operator may not require one: the new running statistics of a batch norm are
+    arguments of its next call, which would refuse them with a gradient.
     """
     requires_grad, num = node.meta["requires_grad"], len(pytree.tree_leaves(node.meta["val"]))
     if requires_grad and num > 1 and node.op == "call_function":

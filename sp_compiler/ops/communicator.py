@@ -326,7 +326,7 @@ def _joined(source: Placement, world_size: int, ranks: Tensor) -> Tensor:
     parts = ranks.chunk(world_size)
     if source.segments:
         sizes = [size // world_size for size in source.padded_segments(world_size)]
-        # For each segment a list of what each rank has of it, all chained to one.
+        # For each segment the pieces of all ranks, chained to one list.
         pieces = zip(
             *(
                 first_pieces(part, dim, sizes, source.true_parts(rank, world_size))

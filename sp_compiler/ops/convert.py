@@ -71,7 +71,7 @@ CONVERSIONS = {
 
 
 def conversion_between(source: Placement, target: Placement) -> Conversion | None:
-    """The row of :data:`CONVERSIONS`, with rows of tokens ("T") as shards, if there is one.
+    """Return the row of :data:`CONVERSIONS`, with rows form ("T") as a shard; ``None`` without one.
 
     Two different shards have no row: one is converted to the other through the global value.
     """
@@ -97,10 +97,10 @@ def _fake_converted(x: Tensor, src: str, dst: str, world_size: int) -> Tensor:
     source, target = Placement.parse(src), Placement.parse(dst)
     conversion = conversion_between(source, target)
     if conversion is not None and not conversion.method:
-        # The value itself, with its strides: not every view of it is possible in other ones.
+        # The value itself, with its strides: which views of it are possible depends on them.
         return x.new_empty_strided(x.shape, x.stride())
     shape = list(source.global_shape(tuple(x.shape), world_size))
-    if target.kind == "S":  # a wrong conversion is for the checks to refuse, not for its shape
+    if target.kind == "S":  # must not fail: the checks refuse wrong conversions
         shape[target.dim] = (shape[target.dim] + target.padding(world_size)) // world_size
     return x.new_empty(shape)
 

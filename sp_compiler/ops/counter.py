@@ -36,8 +36,8 @@ _HASH_SECOND = 0xD35A2D97 - (1 << 32)
 
 
 def call_seed(seed: Tensor, call_index: int | Tensor) -> Tensor:
-    """Return the seed of the ``call_index``-th region call of a forward with seed ``seed``;
-    several seeds if it has several elements."""
+    """Return the seed of the ``call_index``-th region call of a forward with seed ``seed``; one
+    seed for each element of a tensor ``call_index``."""
     return _mix64(_mix64(seed) + call_index)
 
 

@@ -38,10 +38,10 @@ def dropout_mask(  # noqa: PLR0913 - those of the operator
 
     Args:
         tp: communicator of this rank.
-        x: one rank's part of a tensor that is sharded on ``dim`` over ``world_size`` ranks; 1 rank
-            for a replicated one: every rank drops the same elements.
+        x: one rank's part of a tensor that is sharded on ``dim`` over ``world_size`` ranks; if that
+            is 1, the tensor is replicated, and every rank drops the same elements.
         seed: 0-dim int64.
-        p: probability of dropping an element, in [0, 1), exact to 2^-32.
+        p: probability of dropping an element, in [0, 1), accurate to 2^-32.
         site: number of this dropout among those that share ``seed``.
         dim: the sharded dimension; ignored if ``world_size`` is 1.
         first_row: rows, of all dims but the last, before those of ``x`` in the tensor that the mask

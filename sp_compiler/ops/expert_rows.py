@@ -2,7 +2,7 @@
 
 Experts are divided over the axis "ep", whose ranks have different batches. A row goes to the rank
 of its expert (:data:`EXPERT_DISPATCH`), and the expert's result back to the row's place
-(:data:`EXPERT_COMBINE`), each by one all-to-all of only the rows that there are::
+(:data:`EXPERT_COMBINE`), each by one all-to-all of only the rows that have an expert::
 
     rows of this rank        (rows, h)   by place
       -- dispatch -->        (room, h)   by expert of this rank; zeros after the last row
@@ -53,7 +53,7 @@ def expert_routes(tp: Communicator, ends: Tensor, rows: int, world_size: int) ->
 
     Returns:
         ``splits``: on the CPU, numbers of rows sent to each rank and received from each.
-        ``order``: the rows in the order in which they are sent; empty if they are in that order.
+        ``order``: the rows in the order in which they are sent; empty if they are in it already.
         ``places``: for each row that arrives, its place if they are sorted by expert of this rank.
         ``experts``: for each of these places the number of the expert among this rank's; -1 after
         the last row.

@@ -36,7 +36,7 @@ def uniform(
         tp: communicator of this rank.
         seed: 0-dim int64.
         size: shape of one rank's part of a tensor that is sharded on ``dim`` over ``world_size``
-            ranks; 1 rank for a replicated one: every rank draws the same numbers.
+            ranks; if that is 1, the tensor is replicated, and every rank draws the same numbers.
         dtype: a floating type.
         site: number of this draw among those that share ``seed``.
         dim: the sharded dimension; ignored if ``world_size`` is 1.

@@ -56,7 +56,7 @@ def own_folder(folder: Path, suffix: str = "") -> Path:
     numbered = (folder / f"{rank}{number:03}{suffix}" for number in itertools.count())
     for own in numbered:
         # A second compilation, or a second run, must not overwrite the first. Created without a
-        # check: ranks that were started without RANK in the environment create folders at once.
+        # check: ranks that were started without RANK in the environment may do so simultaneously.
         with contextlib.suppress(FileExistsError):
             own.mkdir(parents=True)
             return own

@@ -24,7 +24,7 @@ def compile_open_or_fixed(
     unchunked = replace(options, loss_chunks=1, attention_chunks=1)
     may_chunk = any(options.chunk_counts) or POLICIES[options.recompute].chunks_rows
     try:
-        # What torch.export and its shape guards can leave open is known only after trying.
+        # Only trying shows what torch.export and its shape guards can leave open.
         return compile_with(options if may_chunk else unchunked, open_dims=True)
     except Exception as error:  # from torch too: not all of it supports open sizes
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

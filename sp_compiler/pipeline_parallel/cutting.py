@@ -79,7 +79,7 @@ def check_layers(
         running.pop()
 
     try:
-        # As in a capture: the model's attributes are restored, its own hooks are set aside.
+        # As in a capture: the model's attributes are restored, its own hooks removed for now.
         with ExitStack() as stack:
             for context in (mode, export_context(model), watched_state(model), torch.no_grad()):
                 stack.enter_context(context)

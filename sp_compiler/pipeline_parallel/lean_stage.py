@@ -68,7 +68,7 @@ class LeanStage(PipelineStage):
         super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
         infos = self.grad_recv_info[mb_index]
         for info, grad in zip(infos, next_stage_bwd_outputs, strict=True):
-            # By version, torch zeroes the buffer or leaves it as it is; here it has no memory.
+            # Torch zeroes the buffer or, in other versions, keeps it; here it has no memory yet.
             if grad is None and info.buffer is not None:
                 info.buffer = torch.zeros_like(info.buffer, device=self.device)
 

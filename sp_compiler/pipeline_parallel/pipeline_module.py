@@ -253,7 +253,7 @@ class PipelineModule(StageParameters):
             if self._trained != self._trained_now():
                 raise UnsupportedError(
                     "requires_grad of a parameter was changed after sp_compiler.pipeline, which "
-                    "other stages do not know: freeze parameters before"
+                    "other stages do not know about: freeze parameters before"
                 )
             self._stage_ranks.agree(leaves, structure, names)
             compiled = self._program_of(parts, structure)

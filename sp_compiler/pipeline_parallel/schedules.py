@@ -35,7 +35,7 @@ class Action(NamedTuple):
 
     @property
     def ends(self) -> bool:
-        """Return whether nothing of the microbatch is held after it."""
+        """Return whether no activations of the microbatch are held after it."""
         return self.kind in (FULL_BACKWARD, BACKWARD_WEIGHTS)
 
 
@@ -66,8 +66,8 @@ class Schedule:
 
     def make(self, stages: Sequence[Any], microbatches: int, loss: Callable[..., Tensor]) -> Any:
         """Return torch's schedule for these stages of this rank."""
-        # Gradients are not scaled behind the schedule: that would scale what the user accumulated
-        # before, and a tied parameter once per stage. The losses are.
+        # Gradients are not scaled after the schedule: that would also scale those accumulated
+        # before, and a tied parameter's once per stage. Losses are scaled instead.
         return getattr(torch_schedules, self.class_name)(
             stages[0] if self.is_single else list(stages),
             n_microbatches=microbatches,
@@ -80,7 +80,7 @@ class Schedule:
         if self.is_single:
             return [self._single_order(rank, num_ranks, microbatches) for rank in range(num_ranks)]
         num_stages = num_ranks * stages_per_rank
-        # Torch's own table of actions, which needs stages only to know where it is.
+        # Torch's own table of actions; it needs stages only to know the place of this rank.
         stubs = [
             SimpleNamespace(
                 num_stages=num_stages,
@@ -92,7 +92,7 @@ class Schedule:
             for stage in range(num_stages)
             if self.rank_of(stage, num_ranks) == 0
         ]
-        # Where a schedule sends and gathers is not asked here, and takes longest to find out.
+        # The sends and gathers of a schedule are not needed here, and take longest to compute.
         without = {"_prepare_schedule_with_comms": lambda *_: None}
         made = type(self.class_name, (getattr(torch_schedules, self.class_name),), without)
         table = made(stubs, microbatches).pipeline_order
@@ -116,13 +116,13 @@ class Schedule:
         return order
 
     def in_flight(self, num_ranks: int, stages_per_rank: int, microbatches: int) -> list[int]:
-        """Return for each stage the most microbatches that it holds activations of."""
+        """Return for each stage the largest number of microbatches whose activations it holds."""
         orders = self.orders(num_ranks, stages_per_rank, microbatches)
         return most_in_flight(orders, num_ranks * stages_per_rank)
 
 
 def most_in_flight(orders: Sequence[Sequence[Action]], num_stages: int) -> list[int]:
-    """Return for each stage the most microbatches that it holds activations of."""
+    """Return for each stage the largest number of microbatches whose activations it holds."""
     most, now = [0] * num_stages, [0] * num_stages
     for order in orders:
         for action in order:
@@ -156,7 +156,7 @@ def schedule_of(
         raise ArgumentError(f"schedule={name!r}: {expected_one_of(name, SCHEDULES, repr)}")
     schedule = SCHEDULES[name]
     if schedule.is_v and torch.__version__ < TorchVersion("2.12"):
-        # Connecting neighbours, older ones let a rank send to itself, which gloo refuses.
+        # To connect neighbours, older versions make a rank send to itself, which gloo refuses.
         raise UnsupportedError(
             f"schedule={name!r} needs torch 2.12 or newer, and this is {torch.__version__}"
         )
@@ -168,7 +168,7 @@ def schedule_of(
     if schedule.stages_per_rank and per_rank != schedule.stages_per_rank:
         raise ArgumentError(
             f"stages_per_rank={per_rank}: schedule={name!r} has {schedule.stages_per_rank} on each "
-            'rank; "interleaved" and "zero_bubble" have as many as you say'
+            'rank; "interleaved" and "zero_bubble" take any number'
         )
     least = num_ranks * per_rank if schedule.is_v else num_ranks
     if microbatches < least and name != "gpipe":
@@ -205,7 +205,7 @@ def forward_only(stages: Sequence[Any], rank_of: Callable[[int], int], microbatc
     runtime.pipeline_order_with_comms = torch_schedules._add_send_recv(
         table, stage_to_rank=rank_of, num_stages=num_stages
     )
-    # From torch 2.15 on a table also says where to wait for what was sent; before, that is the end.
+    # From torch 2.15 on, a table also has the waits for sends; before, they are at the end.
     if hasattr(torch_schedules, "_add_wait_send"):
         order = torch_schedules._add_wait_send(runtime.pipeline_order_with_comms)
         runtime.pipeline_order_with_comms = order

@@ -119,8 +119,8 @@ def stages_of(
     stage_of = {index: stage for stage, part in enumerate(parts) for index in part}
     # Only what the loss needs: no gradient flows to other values.
     flowing = crossing(program, [loss], stage_of, len(parts))
-    # What the loss does not need (the running mean of a batch norm, a second head) belongs to the
-    # stage that has what it reads.
+    # A call that the loss does not need (the running mean of a batch norm, a second head) belongs
+    # to the last stage that has values that it reads.
     returned = [loss, *returned_refs(program)]
     others = [ref for ref in (*program.mutated_buffers.values(), *returned) if ref.kind == "call"]
     for index in sorted(_needed(program, {ref.index for ref in others}) - set(chain)):

@@ -77,7 +77,7 @@ class TensorParallelGroup:
     grid: DeviceMesh | None = None
 
     def boards(self, *, over_data: bool = True) -> tuple[FailureBoard, ...]:
-        """Return the boards of the module's axes; ``over_data``: and of the data axes."""
+        """Return the boards of the module's axes, and of the data axes if ``over_data``."""
         own = [] if self.board is None else [self.board]
         return (*own, *(self.data_boards if over_data else ()))
 

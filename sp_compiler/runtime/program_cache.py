@@ -15,7 +15,7 @@ from sp_compiler.ir.symbolic import Sizes
 from sp_compiler.runtime.keys.call_key import CallKey
 
 Value = TypeVar("Value")
-# Most programs with open sizes that are compiled for calls that differ only in their sizes.
+# Limit on programs with open sizes that are compiled for calls that differ only in their sizes.
 _MAX_TRIES = 4
 # A warning is given from this many programs on that differ only in decisions: two questions with
 # two answers each make four.

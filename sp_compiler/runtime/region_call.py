@@ -71,8 +71,8 @@ class RegionRunner:
     def __call__(self, inputs: Sequence[Any], owners: Sequence[Tensor]) -> tuple[Any, ...]:
         """Outputs of the region.
 
-        ``owners``: for inputs that are parameters, these themselves, so that an in-place change
-        between forward and backward is detected.
+        ``owners``: for each input that is a parameter, the module's own tensor, so that an in-place
+        change between forward and backward is detected.
         """
         if torch.is_grad_enabled() and any(
             isinstance(value, Tensor) and value.requires_grad for value in inputs

@@ -283,7 +283,7 @@ class HandOverRunner(RegionRunner):
         results = list(results)
         if handed is not None:
             assert late.behind is not None
-            # At the indices of its own.
+            # They are at the indices of this call's own late gradients.
             late.behind.computed.put([results[index] for index in late.indices])
         for index in late.indices:
             results[index] = None

@@ -116,7 +116,7 @@ def capture(
     refuse_inputs(names, leaves)
     leaves = _as_examples(leaves, model, open_dims)
     example_args, example_kwargs = pytree.tree_unflatten(leaves, in_spec)
-    # An argument overrides the config; export_context turns off only the config's.
+    # An argument overrides the config: export_context switches off only the config's.
     use_cache = example_kwargs.get("use_cache")
     if use_cache is True:
         example_kwargs = {**example_kwargs, "use_cache": False}

@@ -170,8 +170,8 @@ class ExportRun:
         """Decide what happens to the attributes that the forward changed in ``first``; may warn.
 
         Returns:
-            The export to use, which is a new one if buffers must stay because attributes of their
-            module do, and the decision.
+            The export to use, and the decision. If an attribute cannot be stored, buffers that the
+            forward sets in its module must stay too: then the forward is exported again.
         """
 
         def repeat(values: Mapping[Key, Any]) -> Changes | None:
@@ -185,8 +185,8 @@ class ExportRun:
 
         settled = settle(first.changes, repeat)
         # A forward may set a table and the length that it is for together, as for rotary
-        # embeddings: then both stay. Sizes from before do not count, since a counter may reach them
-        # by chance.
+        # embeddings: if the table stays, so must the length. Sizes from before do not count, since
+        # a counter may reach them by chance.
         for each in list(settled.stored):
             lengths = first.buffers.lost_sizes.get(each.path, set())
             if each.how == "decide" and type(each.leaves[0]) is int and each.leaves[0] in lengths:

@@ -171,8 +171,8 @@ def _state_before(generator: Any, which: NextNumbers) -> bytes:
         case {"bit_generator": "MT19937"}:
             return pickle.dumps({**state, "state": {"key": words, "pos": 0}})
         case {"bit_generator": "PCG64", "state": {"inc": step}}:
-            # It steps, and returns a combination of the halves of its state; if these are equal,
-            # the lower half.
+            # It steps, and returns a combination of the halves of its new state: the lower half if,
+            # as in ``after``, the upper one is 0.
             after = _RETURNED[which] << 32 | _RETURNED[which]
             before = (after - step) * pow(_PCG_MULTIPLIER, -1, 1 << 128) % (1 << 128)
             return pickle.dumps({**state, "state": {"state": before, "inc": step}, "has_uint32": 0})

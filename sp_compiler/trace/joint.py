@@ -164,7 +164,7 @@ def trace_joint(region: Region) -> JointGraph:
         traced = _trace(region, functionalize=True)
     # PyTorch's order and names of nodes are not kept: both change between versions.
     joint = _rebuild(traced.graph, region)
-    # Before provenance is copied, which tells the copies of outputs: they have no source.
+    # Before provenance is copied: copies of outputs are recognized by having no source.
     _drop_no_ops(joint.graph)
     _copy_provenance(joint, region)
     return joint

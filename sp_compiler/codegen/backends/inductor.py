@@ -106,8 +106,8 @@ def _trace(parts: Partitioned, code: Any, world_size: int) -> str:
 
 def _device_of(inputs: Sequence[Any]) -> torch.device:
     """Return the device where functions of ``inputs`` run."""
-    # Not simply that of the first input, which may be a scalar on the CPU: Inductor's code for a
-    # GPU is given CPU scalars by the host, which would wait for a rank that is on the GPU.
+    # Not that of the first input, which may be a scalar on the CPU: if the rank were traced on the
+    # CPU, Inductor's code would read it on the host, which would wait for the real one on the GPU.
     devices = [x.device for x in inputs if isinstance(x, Tensor)]
     return next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
 

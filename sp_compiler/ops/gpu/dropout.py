@@ -83,7 +83,7 @@ def _mix64(x):
 
 
 # All integers but the number of columns: specializing on 1 and on multiples of 16 would gain
-# nothing. For columns it tells that a thread may load several elements at once.
+# nothing. For columns it shows that a thread may load several elements at once.
 @triton.jit(
     do_not_specialize=[
         *("num_rows", "queries", "num_queries", "first_query", "inner", "true_inner"),

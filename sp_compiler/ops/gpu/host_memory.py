@@ -69,7 +69,7 @@ class _Copies:
 
     def _let_wait(self) -> None:
         if self._event is not None:
-            # Otherwise the current device's would, which need not be that of the tensors.
+            # Otherwise the current device would wait, which need not be that of the tensors.
             self._event.wait(torch.accelerator.current_stream(self._device))
 
 

@@ -6,7 +6,7 @@ is gone.
     rank 1 raises ──> its text into the group's key-value store, and the error on to the user
     rank 0 waits  ──> looks into the store every half second, finds the text, raises with it
 
-Waits shorter than that cost nothing: they neither write to the store nor read from it.
+A wait for a collective that ends sooner neither writes to the store nor reads from it.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class FailureBoard:
         try:
             yield
         except _StopRecomputationError:
-            # Not an error: a checkpoint ends its recomputation so, once it has what it needs.
+            # Not an error: a checkpoint ends its recomputation this way, once it has what it needs.
             raise
         except BaseException as error:
             self.report(error)
@@ -210,7 +210,7 @@ class FailureBoard:
             )
         self._round += 1
         self._failed = False
-        # A rank may have come for an exchange that another one never came for.
+        # A rank may have come to an exchange that another one never reached.
         self._num_exchanges.clear()
         return None
 

@@ -108,7 +108,7 @@ def _runs_compiled_code(tensors: Sequence[torch.Tensor]) -> bool:
     """Return whether a region computed ``tensors``: other ranks may wait for its collectives."""
     pending = [tensor.grad_fn for tensor in tensors if isinstance(tensor, torch.Tensor)]
     seen = set(pending)
-    for node in pending:  # grows meanwhile
+    for node in pending:  # the list grows
         if type(node).__name__ in _OURS:
             return True
         following = [after for after, _ in getattr(node, "next_functions", ()) if after not in seen]

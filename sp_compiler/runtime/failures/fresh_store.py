@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from sp_compiler.base.errors import ArgumentError, RankMismatchError
 
-_LOOK_EVERY_S = 0.01  # how often a rank asks the store whether the others have come
+_LOOK_EVERY_S = 0.01  # how often a rank asks the store whether the others have arrived
 
 
 def fresh_store(timeout: float = 300.0) -> dist.Store:
@@ -75,7 +75,7 @@ def agreed_store(store: dist.Store, rank: int, world_size: int, timeout: timedel
 
 
 def _named(store: dist.Store, own: str, world_size: int, deadline: float) -> str | None:
-    """On rank 0: propose a name and list the processes; ``None`` if they do not come in time."""
+    """On rank 0: propose a name and list the processes; ``None`` if they do not arrive in time."""
     store.set("start", own)
     keys = [f"{own}/{other}" for other in range(1, world_size)]
     while keys and not store.check(keys):

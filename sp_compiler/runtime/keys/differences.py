@@ -70,7 +70,7 @@ def _of_attributes(old: CallKey, new: CallKey, before: Callable[[Attribute], str
             values[attribute].short() if attribute in values else before(attribute)
             for values in (now, was)
         ]
-        # Equal texts: it is another object.
+        # If both texts are equal, it is another object.
         was_text = f"was {texts[1]}" if texts[0] != texts[1] else "a different object than before"
         changed.append(f"{'.'.join(filter(None, attribute))} = {texts[0]} ({was_text})")
     return changed

@@ -24,6 +24,7 @@ class Presence(Enum):
 class SetAttributes:
     """Attributes that were set since the compilation, and which of them programs depend on.
 
+    A program depends on the attributes that its compilation read; see
     :mod:`sp_compiler.trace.attributes.reads`. Attributes that no compilation has read yet may have
     any value in all programs.
     """

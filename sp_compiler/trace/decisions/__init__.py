@@ -56,7 +56,7 @@ _CASTS: dict[object, Callable[..., Any]] = {
     Tensor.__complex__: complex,
     Tensor.__format__: format,
 }
-"""Functions that turn a tensor into a Python number or text, and how they turn its item into it."""
+"""Functions that turn a tensor into a Python number or text, and the same functions of its item."""
 _TESTS: dict[object, Callable[..., Any]] = {
     torch.equal: lambda x, other: x.shape == other.shape and (x == other).all(),
     Tensor.equal: lambda x, other: x.shape == other.shape and (x == other).all(),
@@ -81,7 +81,7 @@ _OF_LAYOUT = (Tensor.is_contiguous, Tensor.stride)
 _BY_LAYOUT = (Tensor.as_strided, torch.as_strided)
 """Functions whose result depends on the positions of a tensor's elements in memory."""
 
-# Torch's errors have no common base class of their own, so they are recognized by name.
+# Recognized by name: torch raises them as they are, without a common class of their own.
 _DATA_DEPENDENT = ("GuardOnDataDependentSymNode", "DataDependentOutputException", "UserError")
 
 

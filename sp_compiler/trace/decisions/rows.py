@@ -112,7 +112,7 @@ class RowChoices:
 
     def _places(self, mask: Tensor) -> Tensor:
         """Return the flat indices at which a mask is true."""
-        # The first of all indices, sorted: these operators have rules and static sizes.
+        # By sorting all and taking the first: these operators have rules, and static sizes.
         order = mask.reshape(-1).to(torch.uint8).argsort(descending=True, stable=True)
         return order[: int(self.read(mask.sum()))]
 

@@ -90,7 +90,7 @@ class RowValues:
         operands = {x: rows_of(x) for x in node.all_input_nodes if x in self.rows}
         if not _is_finite(node, operands):
             raise RowsRefused("the other rows may have no finite value here")
-        # It may be the number of selected rows, for a mean over them, and there are more in all.
+        # The size may be the number of selected rows, as the divisor of a mean: all rows are more.
         if any(not isinstance(x.meta["val"], Tensor) for x in node.all_input_nodes):
             raise RowsRefused("a size is used that may be their number")
         mask = next(iter(operands.values())).mask

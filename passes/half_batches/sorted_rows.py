@@ -9,8 +9,8 @@
 
 A sort mixes the batch, but a row's result does not depend on where the sort puts it. Each half
 sorts its own rows, and row-by-row operators are correct in any order, provided that all operands
-have the same one; put back, rows are the batch's again. The end offsets of the experts' rows must be
-counted from the keys of the sort, sorted or not, and the keys must be non-negative integers.
+have the same one; put back, rows are the batch's again. The end offsets of the experts' rows must
+be counted from the keys of the sort, sorted or not, and the keys must be non-negative integers.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def overlap_collectives(
         best = backward if ahead is None else ahead.ordered
         split = hand_over(parts, alone, best, room)
     looks_ahead = ahead.functions() if ahead is not None and split is None else None
-    # If functions that also work for other calls replace it, no step runs the plain backward.
+    # If other functions replace it in a step, the plain backward is not worth a longer search.
     if thorough and looks_ahead is None and split is None:
         backward = alone.scheduled(room_bytes, thorough=True)
     backward_graph = backward.graph()

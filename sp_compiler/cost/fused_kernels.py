@@ -84,8 +84,8 @@ def kernels_of(graph: Graph) -> dict[Node, int]:
         merged_into.update(dict.fromkeys(passed, kernel))  # path compression
         return kernel
 
-    # The maximum number of unfused operators before a node. Two neighbours with the same number
-    # have none between them on any path, so that fusing them creates no cycle of kernels.
+    # The maximum number of unfused operators on a path to a node. Two neighbours with the same
+    # number have none between them on any path, so that fusing them creates no cycle of kernels.
     depth: dict[Node, int] = {}
     between_collectives = 0
     place: dict[Node, tuple[int, int]] = {}

@@ -67,16 +67,16 @@ processes (gloo), and the graph that Dynamo captured on {SIMULATED} simulated ra
   casts to float64, because they round off more than that.
 - *as written*: the same against the model itself, not compiled, with its casts to float32.
 - *eager*, *backend*, *compile*: bytes alive between forward and backward, per rank, without
-  parameters, buffers, inputs and outputs; on simulated ranks those of the plans. Mixtral's eager
-  experts are Transformers' `batched_mm`, for `grouped_mm` does not know float64.
+  parameters, buffers, inputs and outputs; for simulated ranks, those of the plans. Mixtral's eager
+  experts are Transformers' `batched_mm`, because `grouped_mm` does not support float64.
 - *copies*: with the backend every rank has the full parameters and computes with views of its part
-  of them. The parts of fused and of padded ones are copies, made in every forward.
-- *graphs*: those that Dynamo found; *recompiled*: those that it compiled after the second step.
+  of them. For fused and padded parameters the parts are copies, made in every forward.
+- *graphs*: the number that Dynamo found; *recompiled*: those compiled after the second step.
 
-Each model is called once before `torch.compile`. Otherwise Mixtral and ViT would be two graphs, for
-Transformers installs hooks in the first call, under a lock at which Dynamo breaks the graph. So it
-does where a model logs in every call, as GPT-2 does of `loss_type=None`; `TORCH_LOGS=graph_breaks`
-shows the lines.
+Each model is called once before `torch.compile`. Otherwise Mixtral and ViT would be two graphs,
+because Transformers installs hooks in the first call, under a lock at which Dynamo breaks the
+graph. Dynamo also breaks the graph if a model logs in every call, as GPT-2 does about
+`loss_type=None`; `TORCH_LOGS=graph_breaks` shows the lines.
 """
 
 
@@ -347,15 +347,16 @@ def page(results: Mapping[str, Any]) -> str:
     ]
     verdict = (
         f"{right} of {len(records)} runs have right gradients, save no more bytes than `compile` "
-        "and compile nothing after the second step. Where a graph break makes several graphs, "
-        "each decides by itself what it saves, and hands on full tensors: bytes of all of them "
-        f"together, against `compile`'s: {', '.join(several) or 'none'}."
+        "and compile nothing after the second step. If a graph break makes several graphs, saved "
+        "tensors are chosen separately for each, and graphs pass full tensors to each other. Bytes "
+        f"of all graphs together, relative to `compile`'s: {', '.join(several) or 'none'}."
     )
     if fewer := [f"{name} ({tp})" for (name, tp), each in records.items() if each.saves_fewer]:
         verdict += (
-            f" Fewer than `compile`'s are those of {', '.join(fewer)}: Transformers looks whether "
-            "it is exported, and then makes masks for all layers in front of them, which are saved "
-            "as inputs of the layers. For Dynamo each layer makes its own, which is recomputed."
+            f" Runs that save fewer bytes than `compile`: {', '.join(fewer)}. Transformers checks "
+            "whether it is exported, and then makes masks for all layers before them, which are "
+            "saved as inputs of the layers. For Dynamo each layer makes its own mask, which is "
+            "recomputed."
         )
     absent = {name: [tp for tp in RANKS if (name, tp) not in records] for name in NAMES}
     missing = [f"{name} ({', '.join(map(str, tps))})" for name, tps in absent.items() if tps]

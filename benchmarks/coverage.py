@@ -58,7 +58,7 @@ qwen3_next runs in chunks of 16 tokens.
 - *replicated*: the number of parameters and operators that every rank stores or runs in full.
 - *compile s*: CPU seconds to compile, without capture.
 
-Several numbers in a cell belong to the numbers of ranks in the second column; a single one is the
+Several values in a cell belong to the numbers of ranks in the second column; a single value is the
 same for all.
 """
 _REASONS = """## What is replicated, and why

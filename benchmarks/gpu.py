@@ -1,22 +1,22 @@
-"""Measurements on an accelerator: memory against plans, numbers against the CPU, times of peers.
+"""Measurements on an accelerator: memory and plans, results and the CPU's, times and peers'.
 
     python -m benchmarks.gpu [--device cuda] [--only memory slices] [--small] [--write]
 
 memory    bytes kept and the peak of a step of ten models as planned, as the operators made them,
           and as the allocator counted them, one rank
 numbers   loss and gradients of the same models on the device against the CPU, dropout included
-slices    one rank's part of 8 of a layer of the paper's 22B and 175B and of Llama-3-70B, the other
-          ranks being a fake process group, which copies where they would send: the product, eager,
-          compiled by Inductor and, on an accelerator, replayed, beside hand-written Megatron-style
-          layers, whose attention is written out or by PyTorch's kernels, and beside the unsharded
+slices    one of 8 ranks' part of a layer of the paper's 22B and 175B and of Llama-3-70B; the other
+          ranks are a fake process group, which copies instead of sending. sp_compiler, eager, with
+          Inductor and, on an accelerator, with CUDA graphs, is compared with hand-written
+          Megatron-style layers, with decomposed or with PyTorch's attention, and with the unsharded
           layer in eager mode
-attention the operator for attention beside what it stands for and PyTorch's kernels
+attention the operator for attention compared with its decomposition and with PyTorch's kernels
 regions   forward and backward of each region of a GPT and a Llama, as planned with a profile of the
           device and as measured
 trace     kernels of a step of the 22B layer with dropout and "selective"; ``--write`` also keeps
           the profiler's trace, for a browser (``chrome://tracing``)
 
-``--device cpu --small`` runs all of it without an accelerator: its logic, not its figures.
+``--device cpu --small`` runs all of it without an accelerator, to test the code, not to measure.
 """
 
 from __future__ import annotations
@@ -56,40 +56,40 @@ MODELS = (
 FILE = RESULTS / "gpu.json"
 PAGE = Path(__file__).parents[1] / "docs" / "gpu.md"
 PARTS = ("memory", "numbers", "attention", "slices", "regions", "trace")
-# As many tokens as all of the models have positions.
+# The largest sequence for which all of the models have positions.
 LARGE = Size(16, 8, 1024, 4096, 32000, 16, 64, 8, DROPOUT)
 SMALL = replace(architectures.size("dividing", 1), dropout=DROPOUT)
 _HEAD = """# On a GPU
 
 Written by `python -m benchmarks.gpu --write` from real runs; not edited by hand. `pytest -m slow
-tests/test_cuda.py` has more comparisons, among them masks to the bit and replayed steps.
+tests/test_cuda.py` has more comparisons, among them bitwise ones of masks and replayed steps.
 """
 _ABOUT = {
-    "memory": "MiB of a step on one rank, float32: what the plan says, what the operators made, "
-    "and what was requested from CUDA's allocator. *kept* is between forward and backward; a peak "
+    "memory": "MiB of a step on one rank, float32: as planned, as allocated by the operators, "
+    "and as requested from CUDA's allocator. *kept* is between forward and backward; a peak "
     "is without parameters, and without their gradients unless it says so.",
-    "numbers": "Loss and gradients on the GPU against the CPU, float32, dropout 0.1, relative to "
-    "the loss and to the largest gradient.",
-    "slices": "One rank's part of 8 of a layer of a large model, bfloat16, milliseconds; "
-    "instead of collectives there are copies on the GPU, 0.5 ms of the step whose trace is below. "
-    "*ratio* is to the first contender of a setting, *over none* to the "
+    "numbers": "Difference of loss and gradients between the GPU and the CPU, float32, dropout "
+    "0.1, relative to the loss and to the largest gradient.",
+    "slices": "One of 8 ranks' part of a layer of a large model, bfloat16, milliseconds. "
+    "Collectives are replaced by copies on the GPU, 0.5 ms of the step whose trace is below. "
+    "*ratio* is relative to the first contender of a setting, *over none* to the "
     "same contender without recomputation. The hand-written layers and the unsharded GPT are "
-    "launched operator by operator and, unless a row says otherwise, write attention out, which "
-    "`sp_compiler` computes as [one operator](#attention). The hand-written layers use "
-    "PyTorch's own dropout and recompute the attention core for `selective`. Of gpt3-175b only "
-    "what is listed was measured.",
+    "launched operator by operator and, unless a row says otherwise, use decomposed attention, "
+    "which `sp_compiler` computes as [one operator](#attention). The hand-written layers use "
+    "PyTorch's own dropout and recompute the attention core for `selective`. For gpt3-175b only "
+    "the listed rows were measured.",
     "attention": "Causal attention of 4 x 8 heads and 2048 queries, bfloat16, milliseconds of its "
-    "kernels: as one operator, with blocks of scores of the size that PyTorch would choose, as the "
-    "operators that it stands for, and FlashAttention of PyTorch, whose masks are not those of "
-    "any other number of ranks. FlashAttention is told that it is causal; the operator is given a "
+    "kernels: as one operator, the same with the block size that PyTorch would choose, as "
+    "decomposed operators, and PyTorch's FlashAttention, whose dropout masks depend on the number "
+    "of ranks. FlashAttention is told that attention is causal; the operator is given a "
     "mask, in which it finds the blocks to skip.",
     "regions": "One rank, hidden 4096, 4 x 2048 tokens, bfloat16, dropout 0.1 (GPT), `selective`: "
     "milliseconds of each region's functions as planned with `sp_compiler.profile()` of this "
-    "device and as measured, the shortest of all steps; *estimate* is planned over measured. The "
-    "profile behind these rows has random numbers as too slow, 121e9 a second: the launch of their "
-    "kernel was in their time, as it no longer is.",
-    "trace": "The kernels of a step of the 22B layer with dropout 0.1 and `selective`, generated "
-    "code as it is.",
+    "device and as measured, the shortest of all steps; *estimate* is planned over measured. In "
+    "the profile for these rows random numbers are too slow, 121e9 a second, because the launch "
+    "of their kernel was included in their time, which is no longer so.",
+    "trace": "The kernels of a step of the 22B layer with dropout 0.1 and `selective`, in eager "
+    "generated code.",
 }
 
 

@@ -66,12 +66,12 @@ dropout probability set to 0.1, on 1, 2 and 4 simulated ranks.
 - *eager*, *Inductor*: the error of each backend's gradients against the model on one device in
   float64. A model that amplifies rounding has a large error in both.
 - *function*: the largest difference between any compiled function and its own source text on the
-  same tensors, relative to the largest number that it reads or returns.
+  same tensors, relative to the largest value that it reads or returns.
 - *masks*, *differ*: elements compared in the results of functions that draw dropout masks, and
   those that are zero under one backend only, and not for rounding.
-- *functions*, *as written*: functions that Inductor compiled, and those left as generated.
+- *functions*, *as written*: functions that Inductor compiled, and those that run uncompiled.
 
-Several numbers in a cell belong to the ranks in the second column.
+Several values in a cell belong to the ranks in the second column.
 """
 _ON_GPU = """## On a GPU
 
@@ -80,8 +80,8 @@ The same on a GPU, which runs the Triton code itself; both sides are on the GPU.
 """
 _EMITTED = """## Code for a GPU, interpreted
 
-The same for the Triton code that Inductor emits for a GPU, without one: Triton interprets each
-kernel with NumPy, PyTorch computes the products. Written by
+The same for the Triton code that Inductor emits for a GPU, without a GPU: Triton interprets each
+kernel with NumPy, and PyTorch computes the matmuls. Written by
 `TRITON_INTERPRET=1 python -m benchmarks.inductor --emitted --write`.
 """
 _KERNELS = """## Kernels on a GPU
@@ -90,13 +90,13 @@ What Inductor emits for a block of the paper's 22B GPT on one of 8 GPUs, bfloat1
 counted in the text of its Triton code by `python -m benchmarks.inductor_kernels --write`. Nothing
 ran, and no GPU is needed.
 
-- *products*: kernels of cuBLAS; attention computes in chunks of queries.
-- *passes*: kernels of Inductor's own; *small*: those among them that touch less than a MiB: hashes
-  of rows and seeds, sums of partial sums.
-- *MiB*: what all of them read and write, each buffer once a kernel.
-- *read once*: the same, if all passes of a function between the same products were one kernel.
-- *again*: what a pass reads in a second loop over the row that it has just reduced, which is then
-  in a cache; not in *MiB*.
+- *products*: cuBLAS kernels; attention is computed in chunks of queries.
+- *passes*: Inductor's own kernels; *small*: those that access less than a MiB, such as hashes
+  of rows and seeds, or sums of partial sums.
+- *MiB*: bytes that all of them read and write, each buffer once per kernel.
+- *read once*: the same, if all passes of a function between the same matmuls were one kernel.
+- *again*: bytes that a pass reads in a second loop over the row that it has just reduced, which is
+  then in a cache; not included in *MiB*.
 """
 
 

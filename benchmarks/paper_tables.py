@@ -48,9 +48,9 @@ The tables of Korthikanti et al., "Reducing Activation Recomputation in Large Tr
 arXiv 2205.05198, next to numbers from sp_compiler's graphs: how well the two agree, and what the
 compiler saves beyond the paper. *Ours* is counted on the generated forward and backward of a layer
 of a plain GPT, and on the code outside of its layers, at the paper's sizes and tensor-parallel
-ranks, in bfloat16. *Paper* is the paper's number or, where it gives a formula, the formula's value.
-Rows named *sp_compiler* have `recompute="selective"` and regenerated dropout masks; beside them is
-the paper's best setting.
+ranks, in bfloat16. *Paper* is the paper's value or, if it gives a formula, the formula's value.
+Rows named *sp_compiler* have `recompute="selective"` and regenerated dropout masks; they are
+compared with the paper's best setting.
 """
 
 ALONE = {

@@ -326,11 +326,11 @@ table 5 are then simulated with these rates and nothing else fitted: the generat
 setting at the paper's sizes, the pipeline by `grid_plan`, the accumulation of gradients in 32 bits
 (8 bytes per parameter read and written per microbatch) and the optimizer (38 bytes per parameter
 and step). Elementwise operators are fused as with `backend="inductor"`. Communication in backward
-overlaps as in Megatron-LM: the reduction of a linear layer's input gradient runs beside the product
-for its weight gradient, and the repeated gather of its input beside the product for its input
+overlaps as in Megatron-LM: the reduction of a linear layer's input gradient runs during the matmul
+for its weight gradient, and the repeated gather of its input during the matmul for its input
 gradient. Rows with *overlap=True* run in the order that sp_compiler schedules.
 
-With selective recomputation, sp_compiler does not repeat the product of attention probabilities and
+With selective recomputation, sp_compiler does not repeat the matmul of attention probabilities and
 values, which no gradient needs; the paper does. The difference is half a percentage point of
 overhead.
 """

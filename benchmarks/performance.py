@@ -36,24 +36,24 @@ _RUNS = {
 float32. *Megatron style* is hand-written code in `benchmarks/peers/`: plain tensors, explicit
 autograd functions, the same collectives and recomputation. *Megatron-Core* is the library, on CPU.
 Contenders that shard tokens too (*TP+SP*) are compared with `sequence_parallel=True`, the others
-(*TP*) with `False`, so that both communicate the same. With "selective", sp_compiler alone
-recomputes more than the attention core, and saves less.""",
+(*TP*) with `False`, so that both communicate the same. With "selective", only sp_compiler
+recomputes more than the attention core, and so saves less.""",
     "one-device": 'The same model on one device: `tp=1`, `recompute="none"`, against eager.',
     "overhead": """Hidden 64 and a fake process group, whose collectives send nothing: the CPU time
 is mostly Python overhead.""",
     "fsdp": """CPU time of a step on a grid, the sum over four gloo processes; hidden 256, 4 layers,
 8 x 128 tokens for each of two parts of the data, `recompute="none"`. *Megatron style + FSDP2* is
-the hand-written code with `fully_shard` on its blocks and root. These two tables:
+the hand-written code with `fully_shard` on its blocks and root. This table and the next one:
 `python -m benchmarks.grid_time --write`.""",
     "pipeline": """Four stages, 1F1B, 8 microbatches of 2 x 128 tokens. The others are torch's
 `PipelineStage` and `Schedule1F1B` over stages that are cut by hand at the same layers: as they are,
 and each compiled by `sp_compiler.compile(tp=1)`, which makes equal stages.""",
-    "rank-checks": """Two gloo ranks, with and without what they compare in every call (modes,
-shapes and options, now and then values): CPU time of the thread that runs the step.""",
+    "rank-checks": """Two gloo ranks, with and without the comparisons between ranks in every call
+(modes, shapes and options, periodically values): CPU time of the thread that runs the step.""",
 }
 
 
-# What is looked for is half a percent.
+# The expected difference is half a percent.
 _DIGITS = {"rank-checks": ".3"}
 _COLUMNS = {
     "model": "model",
@@ -81,14 +81,14 @@ layers, hidden 512, 2 x 512 tokens, float32, every dropout probability 0.1, `tp=
 keeps for backward, without parameters.""",
     "two-ranks": "The same on two gloo ranks, `tp=2`.",
     "compile": """CPU seconds of a new process, its C++ compilers included, until the first step of
-the GPT is done, with an empty cache and with the one that the process before has left: *compile* is
-`sp_compiler.compile`, *first step* what the first step takes longer than the next.""",
+the GPT is done, with an empty cache and with the cache of the previous process: *compile* is
+`sp_compiler.compile`, *first step* the additional time of the first step over the next.""",
 }
 _ESTIMATES = """Time of a call of each part of the same models with 2 layers, as the plan estimates
-it for a profile of this machine (`sp_compiler.profile()`), and the shortest that was measured, in
-CPU time, `tp=1`, `recompute="selective"`. Dropout is one kernel under "inductor"; as
-generated, it takes the time in which the profile draws random numbers. The Prologue (embeddings)
-takes a millisecond or two, much of it for pages of new memory, which no estimate has."""
+it for a profile of this machine (`sp_compiler.profile()`), and the shortest measured CPU time,
+`tp=1`, `recompute="selective"`. Dropout is one kernel with "inductor"; in
+eager code, it takes the time in which the profile draws random numbers. The Prologue (embeddings)
+takes a millisecond or two, much of it for pages of new memory, which estimates do not include."""
 _TOLERANCE = 0.15
 
 

@@ -65,18 +65,18 @@ _HEAD = """# Models of other packages
 
 Written by `python -m benchmarks.third_party --write` from real runs; not edited by hand.
 
-Which models does sp_compiler handle that nobody wrote with it in mind? Each model is its package's
-own, unmodified, in a small configuration (two layers if the package has an option for that): one
-training step in float64 without dropout on two simulated ranks, against the uncompiled model.
-Those of transformers are chosen by nobody: its own lists for five tasks, as far as they have been
-run, without what [coverage](coverage.md) has and what one rule for sizes
-(`benchmarks/third_party/transformers_models.py`) leaves with more than 30 million parameters or
-unable to run.
+Which models does sp_compiler handle that were not written with it in mind? Each model is its
+package's own, unmodified, in a small configuration (two layers if the package has an option for
+that): one training step in float64 without dropout on two simulated ranks, compared with the
+uncompiled model. The models of transformers are not hand-picked: they come from its own lists for
+five tasks, as far as they have been run. Left out are models on the [coverage](coverage.md) page,
+and those that one rule for sizes (`benchmarks/third_party/transformers_models.py`) leaves with more
+than 30 million parameters or unable to run.
 
-- *right*: the loss and all gradients agree within 1e-9 of the largest gradient. Of a model that
-  itself computes in float32, which rounds what follows: within 1e-6, or within 1e-9 once its casts
-  are to float64. Of one that is ill-conditioned: within ten times what its own gradients change by
-  if each weight is rounded another way. *WRONG*: they do not. *refused*: the compiler raised the
+- *right*: the loss and all gradients agree within 1e-9 of the largest gradient. For a model that
+  itself computes in float32, which adds rounding: within 1e-6, or within 1e-9 if its casts go to
+  float64. For an ill-conditioned model: within ten times the change of its own gradients if each
+  weight is rounded differently. *WRONG*: they do not agree. *refused*: the compiler raised the
   error in the last column.
 - *error*: the largest difference, relative to the largest gradient, or to the loss.
 - *FLOPs*, *parameters*: the sharded share of the forward's matrix-product FLOPs, and of the bytes

@@ -134,7 +134,7 @@ def refuse_pending(caller: str, parameters: Iterable[Tensor]) -> None:
         given = {id(parameter) for parameter in parameters} if given is None else given
         if any(id(parameter) in given for parameter in module.parameters()):
             raise UnsupportedError(
-                f"{caller} while gradients are put off by no_sync(): run the last microbatch's "
+                f"{caller} while gradients are deferred by no_sync(): run the last microbatch's "
                 "backward outside of no_sync(), so that they are reduced"
             )
 

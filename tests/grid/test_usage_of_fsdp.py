@@ -257,7 +257,7 @@ def what_the_hooks_do_not_see_is_refused() -> None:
         with module.no_sync():
             module(x.detach())["loss"].backward()
         for call in (optimizer.step, lambda module=module: sp_compiler.clip_grad_norm_(module, 1)):
-            with pytest.raises(UnsupportedError, match=r"while gradients are put off by no_sync"):
+            with pytest.raises(UnsupportedError, match=r"while gradients are deferred by no_sync"):
                 call()
         module.zero_grad()
         optimizer.step()

@@ -281,7 +281,7 @@ def test_nothing_is_clipped_while_gradients_wait() -> None:
     module, x = users.compiled(tp=2, sequence_parallel=False), users.batch()
     with module.no_sync():
         module(x)["loss"].backward()
-    with pytest.raises(UnsupportedError, match=r"clip_grad_norm_\(\) while .* put off by no_sync"):
+    with pytest.raises(UnsupportedError, match=r"clip_grad_norm_\(\) while .* deferred by no_sync"):
         sp_compiler.clip_grad_norm_(module, 1.0)
     module(x)["loss"].backward()
     sp_compiler.clip_grad_norm_(module, 1.0)

@@ -164,7 +164,7 @@ REWRITTEN: dict[str, Any] = {
     "layers": Layers,
 }
 NEAR_MISSES: dict[str, tuple[Any, str]] = {
-    "three heads": (ThreeHeads, "up.weight is replicated: (6x8) what it is multiplied with is"),
+    "three heads": (ThreeHeads, "up.weight is replicated: (6x8) the operator that reads it runs"),
     "three groups": (ThreeGroups, "no dim is divisible by 2, and padding is not worthwhile"),
     "no rule": (Inverse, "weight is replicated: (8x8) no sharding rule for aten.linalg_inv"),
     "no rule for this call": (

@@ -133,7 +133,7 @@ def _bound_us(block: Block, state: _State) -> float:
     """A lower bound for the time of all orders that begin with ``state``."""
     left = [i for i in range(len(block.tasks)) if not state.done >> i & 1]
     compute_us = state.now_us + sum(block.tasks[i].time_us for i in left)
-    # Sent one after another, and behind the last of them what has to follow it.
+    # Sent one after another; after the last of them come the tasks that depend on it.
     sent = [i for i in left if block.tasks[i].link_us]
     link_us = max(state.link_free_us, state.now_us if sent else 0.0)
     link_us += sum(block.tasks[i].link_us for i in sent)
@@ -176,7 +176,7 @@ def least_of_many_us(block: Block, chain: Collection[int]) -> float:
     ordered = [
         i for i in chain if all((block.before[c] | _behind(block, c)) >> i & 1 for c in path)
     ]
-    # Without a kernel between them, two collectives leave one gap; behind the last comes the first.
+    # Without a kernel between them, two collectives leave one gap; the first follows the last.
     kernels = sum(1 << i for i in ordered if block.times_us[i])
     gaps_us = [block.tasks[start].link_us for start in path[:1]]
     for first, second in pairwise(path):

@@ -186,7 +186,7 @@ class _Functions:
 
         def both(fused: Fused, rank: int, arguments: Sequence[Any]) -> Sequence[Any]:
             results = run(fused, rank, arguments)
-            # Copies: a view of an argument may be changed by whoever reads the results.
+            # Copies, because a reader of the results may change a view of an argument.
             expected = fused._function(Communicator(None, rank, world_size), *arguments)
             several = expected if isinstance(expected, tuple) else (expected,)
             draws = not _DRAWS.isdisjoint(fused._function.__code__.co_names)

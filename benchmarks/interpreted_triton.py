@@ -94,7 +94,7 @@ class Launched:
 
     def run(self, *arguments, stream):
         names = self.kernel.arg_names
-        if len(arguments) > len(names):  # a template, of attention: its grid stands behind
+        if len(arguments) > len(names):  # a template, of attention: its grid comes last
             self.kernel[arguments[len(names) :]](*arguments[: len(names)])
             return
         given = dict(zip(names, arguments))

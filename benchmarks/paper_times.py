@@ -50,7 +50,7 @@ A100 = hardware_of("a100")
 TIME_LIMIT, OVERHEAD_LIMIT = 0.08, 0.03
 # Adam in mixed precision on 18 bytes of state: reads gradient, master copy and moments (16), writes
 # the last three and the 16-bit value (14); before it the norm of the gradients reads them (4),
-# behind it they are set to zero (4).
+# after it they are set to zero (4).
 OPTIMIZER_BYTES = 38
 # The sum of a weight's gradients over microbatches, in 32 bits: read and written in every backward.
 SUM_BYTES = 8

@@ -3,9 +3,9 @@
     python -m benchmarks.backend [--tp 1 2 4] [--missing] [--seconds 500] [--write] [names ...]
 
 Float64, training mode without dropout; two ranks are gloo processes, four are simulated. With
-``--write`` each result goes to ``benchmarks/results/backend.json`` as soon as it is there, and all
-of them to ``docs/backend.md``; ``--missing`` then goes on where an earlier run was cut, and
-``--seconds`` starts nothing new after that time.
+``--write`` each result is stored in ``benchmarks/results/backend.json`` at once, and all of them
+are written to ``docs/backend.md``; ``--missing`` continues an interrupted run, and no new
+measurement starts after ``--seconds``.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ graph. Dynamo also breaks the graph if a model logs in every call, as GPT-2 does
 class Record:
     """One architecture on some ranks; errors and bytes as on the page.
 
-    Simulated ranks run the captured graph alone, once: ``None`` where that says nothing.
+    Simulated ranks only run the captured graph, once: fields that this does not determine are
+    ``None``.
     """
 
     gradient_error: float
@@ -171,7 +172,7 @@ def _run_eagerly(model: nn.Module, inputs: dict[str, Any]) -> None:
 
 
 def _groups_experts(model: nn.Module) -> TypeGuard[transformers.PreTrainedModel]:
-    """Whether eager code, which has no such product in float64, needs other experts."""
+    """Whether eager code needs other experts, because grouped matmuls do not support float64."""
     config = getattr(model, "config", None)
     return getattr(config, "_experts_implementation", "") == "grouped_mm"
 
@@ -197,7 +198,7 @@ def _simulated(model: nn.Module, inputs: dict[str, Any], tp: int) -> Record:
         graph = DynamoGraph.of(module, example_inputs)
 
         def run(*args: Any) -> Any:
-            # Leaves: a graph behind a break gets what the one before it returned.
+            # Leaves: a graph after a break gets the results of the one before it.
             leaves = [_leaf(value) for value in args]
             bound = graph.bind(leaves)
             program = build(graph.as_model(bound), bound.tensors, {}, options)

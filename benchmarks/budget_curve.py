@@ -1,12 +1,12 @@
-"""Peak of activations against the memory budget, beside torch's own partitioner.
+"""Peak of activations against the memory budget, compared with torch's own partitioner.
 
     python -m benchmarks.budget_curve [--layers 6] [--write]
 
 One process, one rank, dropout on. Writes ``budget_curve.json`` and, where matplotlib is installed,
-``budget_curve.png``. Both peaks are counted on the graphs that run: what is made and lives between
-or inside their functions, without parameters, their gradients and inputs. torch's budget is its
-``activation_memory_budget``, a fraction of what it keeps by itself; ours is in bytes, shown as the
-fraction of the way from the least that would do to what costs no time.
+``budget_curve.png``. Both peaks are counted on the graphs that run: tensors that live between or
+inside their functions, without parameters, their gradients and inputs. torch's budget is its
+``activation_memory_budget``, a fraction of what it keeps by default; ours is in bytes, shown as a
+fraction between the minimum that fits and the budget that costs no time.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _is_activation(node: Node, forward: Graph) -> bool:
 
 
 def boxed_peak_bytes(graph: Graph, kept: Sequence[Node]) -> int:
-    """The most that lives in a backward that frees each of ``kept`` after its last use.
+    """The peak of a backward that frees each of ``kept`` after its last use.
 
     Gradients that it returns are those of parameters and do not count.
     """

@@ -2,8 +2,8 @@
 
     python -m benchmarks.chunked_head [--layers 32] [--tokens 8192] [--tp 8]
 
-Measured is what one rank's generated code holds at the real sizes: the step runs on tensors without
-memory, and after every operator the bytes of all storages that exist are added up.
+The measured value is what one rank's generated code holds at the real sizes: the step runs on
+tensors without memory, and after every operator the bytes of all live storages are added up.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class MetaRecorder(PeakRecorder):
 
 
 class LossOnly(nn.Module):
-    """Returns the loss alone, so that nobody asks for the logits."""
+    """Returns only the loss, so that the logits are not an output."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

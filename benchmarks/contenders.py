@@ -114,9 +114,10 @@ def with_dtensor(config: GPTConfig, ids: Tensor, recompute: Recompute, sp: bool)
 
 
 def tensor_parallel(config: GPTConfig, ids: Tensor, ours: str, tp: int) -> dict[str, Step]:
-    """Every contender that runs on the default group, the product with both layouts first.
+    """Every contender that runs on the default group, sp_compiler with both layouts first.
 
-    The peers recompute what ``ours`` says, and with "selective", which they lack, the attention.
+    The peers use the recompute setting of ``ours``; instead of "selective", which they lack, they
+    recompute attention.
     """
     recompute: Recompute = "attention" if ours == "selective" else cast(Recompute, ours)
     steps = {

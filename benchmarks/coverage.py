@@ -1,9 +1,9 @@
 """Compile every architecture of the tests, compare it with itself on one device, write it down.
 
 ``python -m benchmarks.coverage [--write] [--turns] [--missing] [names...]`` measures the named
-architectures, or all, for 2, 4 and 8 ranks. With ``--write`` it keeps what it finds in
-``tests/end_to_end/coverage_floors.json``, which the tests compare with, and renders all that is
-kept there as ``docs/coverage.md``.
+architectures, or all, for 2, 4 and 8 ranks. With ``--write`` it stores the results in
+``tests/end_to_end/coverage_floors.json``, with which the tests compare, and renders that file as
+``docs/coverage.md``.
 ``--turns`` measures only the number of ranks whose turn it is, which is what the tests run;
 ``--missing`` only what was not measured in full. It needs no accelerator: the ranks are
 simulated, in float64.
@@ -125,7 +125,7 @@ def _reason(fallback: str) -> str:
 
 
 def _main_block(plan: Plan) -> BlockPlan:
-    """The layer with the most matrix products; what is outside of layers has no path."""
+    """The layer with the most matrix products; code outside of layers has no path."""
     layers = [block for block in plan.blocks if any(block.paths)] or plan.blocks
     return max(layers, key=lambda block: block.work.model_flops)
 

@@ -1,9 +1,10 @@
 """OPT, the shortest order of a block: a yardstick for :mod:`sp_compiler.solve.list_schedule`.
 
-A branch and bound over sets of tasks that have run. What exists after them, and so the memory that
-the rest needs, depends on the set alone; what counts of the order are the clock and the times at
-which the link is free and collectives arrive. Of two orders of one set, one that is nowhere later
-makes the other superfluous. Nodes whose least time is not below the best order's are cut off.
+A branch and bound over sets of tasks that have run. The live tensors after them, and so the memory
+that the remaining tasks need, depend only on the set. Of the order only the clock and the times at
+which the link is free and collectives arrive matter. If one of two orders of the same set is no
+later in any of these, the other is discarded, as are states whose lower bound is not below the best
+order's time.
 """
 
 from __future__ import annotations
@@ -103,7 +104,9 @@ def _following(block: Block, state: _State, limit_bytes: int) -> Iterator[_State
     for position in ready:
         start = block.starts_of.get(position)
         if start is not None and state.arrival_us[start] <= state.now_us:
-            ready = [position]  # it takes no time and only frees memory: no need to try others
+            ready = [
+                position
+            ]  # it takes no time and only frees memory, so no other task needs to be tried
             break
     for position in ready:
         memory = state.memory.copy()
@@ -127,10 +130,10 @@ def _after(block: Block, state: _State, position: int, memory: Memory) -> _State
 
 
 def _bound_us(block: Block, state: _State) -> float:
-    """A time below which no order comes that begins as ``state``."""
+    """A lower bound for the time of all orders that begin with ``state``."""
     left = [i for i in range(len(block.tasks)) if not state.done >> i & 1]
     compute_us = state.now_us + sum(block.tasks[i].time_us for i in left)
-    # Sent one after another, and behind the last of them what has to follow it.
+    # Sent one after another; after the last of them come the tasks that depend on it.
     sent = [i for i in left if block.tasks[i].link_us]
     link_us = max(state.link_free_us, state.now_us if sent else 0.0)
     link_us += sum(block.tasks[i].link_us for i in sent)
@@ -144,7 +147,7 @@ def _bound_us(block: Block, state: _State) -> float:
 
 
 def _is_new(state: _State, seen: dict[int, list[tuple[float, ...]]]) -> bool:
-    """Tell whether no order of the same tasks is at least as good; remember this one."""
+    """Return whether no known order of the same tasks is at least as good; remember this one."""
     times_us = state.times_us()
     others = seen.setdefault(state.done, [])
     if any(all(a <= b for a, b in zip(other, times_us, strict=True)) for other in others):
@@ -154,14 +157,14 @@ def _is_new(state: _State, seen: dict[int, list[tuple[float, ...]]]) -> bool:
 
 
 def least_of_many_us(block: Block, chain: Collection[int]) -> float:
-    """Return a time for each of many equal blocks in a row, below which there is no order of all.
+    """Return a lower bound for the time per block in any order of many equal consecutive blocks.
 
-    Collectives of the chain leave gaps between its kernels. In a gap the others run, of any block
-    and in any order, but each of them whole: what is left of the gap is idle, and what is too long
-    for it delays the chain.
+    Collectives of the chain leave gaps between its kernels. In a gap other kernels run, of any
+    block and in any order, but each undivided: the remainder of the gap is idle, and a kernel that
+    is too long for it delays the chain.
 
     Args:
-        chain: the tasks of ``block`` between what the block before hands it and what it hands on.
+        chain: the tasks of ``block`` between its incoming gradients and its outgoing ones.
     """
     link = [i for i in chain if block.tasks[i].link_us]
     paths: dict[int, tuple[float, tuple[int, ...]]] = {}  # by its last, the longest of collectives
@@ -173,7 +176,7 @@ def least_of_many_us(block: Block, chain: Collection[int]) -> float:
     ordered = [
         i for i in chain if all((block.before[c] | _behind(block, c)) >> i & 1 for c in path)
     ]
-    # Without a kernel between them, two collectives leave one gap; behind the last comes the first.
+    # Without a kernel between them, two collectives leave one gap; the first follows the last.
     kernels = sum(1 << i for i in ordered if block.times_us[i])
     gaps_us = [block.tasks[start].link_us for start in path[:1]]
     for first, second in pairwise(path):

@@ -122,7 +122,7 @@ class NumbersRow:
     gradient_error: float
 
 
-# The results are kept with their keys in the order of the alphabet.
+# Results are stored with their keys in alphabetical order.
 _KINDS = {
     "memory": MemoryRow,
     "numbers": NumbersRow,
@@ -144,7 +144,7 @@ def memory(device: str, size: Size) -> Iterator[MemoryRow]:
 
 
 def _memory(name: str, module: Any, inputs: Mapping[str, Tensor]) -> MemoryRow:
-    # Once before: what kernels and libraries allocate for good is no part of a step.
+    # Once before: permanent allocations of kernels and libraries are not part of a step.
     loss_of(module(**inputs)).backward()
     module.zero_grad(set_to_none=True)
     gc.collect()
@@ -156,7 +156,7 @@ def _memory(name: str, module: Any, inputs: Mapping[str, Tensor]) -> MemoryRow:
     with PeakRecorder() as recorder, kernels_shown():
         output = module(**inputs)
         outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
-        # Views of constants are made in every forward, and their memory in none.
+        # Every forward makes views of constants, but allocates no memory for them.
         constants = module._sp_state.latest.program.constants.values()
         outside = [*module.parameters(), *module.buffers(), *inputs.values(), *constants]
         kept = recorder.alive_bytes(excluding=[*outside, *outputs])
@@ -170,7 +170,7 @@ def _memory(name: str, module: Any, inputs: Mapping[str, Tensor]) -> MemoryRow:
         plan.activation_peak_bytes,
         recorder.peak_bytes(excluding=[*outside, *grads]),
         recorder.peak_bytes(excluding=outside),
-        # What was asked for: blocks are larger, by up to 511 bytes each.
+        # Requested bytes: allocated blocks are up to 511 bytes larger.
         _requested("peak") - before if on_cuda else None,
     )
 

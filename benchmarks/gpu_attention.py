@@ -1,7 +1,7 @@
-"""Attention as one operator beside the operators that it stands for and PyTorch's own kernels.
+"""Attention as one operator, as decomposed operators, and with PyTorch's own kernels.
 
-Of the size of one rank of 8 in a layer of the paper's 22B model, bfloat16. Recorded and replayed on
-an accelerator, so that no launch is in a time. Run by
+With the sizes of one of 8 ranks in a layer of the paper's 22B model, in bfloat16. Recorded and
+replayed on an accelerator, so that times do not include launches. Run by
 ``python -m benchmarks.gpu --only attention``.
 """
 
@@ -89,7 +89,7 @@ def _ours(factors: Sequence[Tensor], mask: Tensor, dropout: float) -> Timed:
 
 def _flash(factors: Sequence[Tensor], dropout: float) -> Timed:
     *given, grad = factors
-    # As operators: autograd would run them on other streams than are recorded.
+    # As operators: autograd would run them on streams that are not recorded.
     context, logsumexp, *rest, state, unused, _ = _aten._scaled_dot_product_flash_attention(
         *given, dropout, True
     )

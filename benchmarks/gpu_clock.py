@@ -1,4 +1,4 @@
-"""Moments on an accelerator, whose kernels run behind the host; without one, on the host."""
+"""Timestamps on an accelerator, whose kernels run asynchronously; without one, on the host."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 
 def mark() -> Any:
-    """A moment: an event where kernels run behind the host, else seconds."""
+    """A timestamp: an event if kernels run asynchronously, else seconds."""
     if not torch.cuda.is_available():
         return time.perf_counter()
     return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
 
 
 def elapsed_ms(begin: Any, end: Any) -> float:
-    """Milliseconds between two moments; waits for what was launched."""
+    """Milliseconds between two timestamps; waits for launched kernels."""
     finish()
     elapsed = (end - begin) * 1e3 if isinstance(begin, float) else begin.elapsed_time(end)
     return float(elapsed)

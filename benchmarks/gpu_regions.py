@@ -1,4 +1,4 @@
-"""Time of each region on an accelerator, as a plan with a profile of it says and as measured.
+"""Time of each region on an accelerator, as planned with a profile of it and as measured.
 
 Regions are large enough for the host to be ahead of the device. Run by
 ``python -m benchmarks.gpu --only regions``.

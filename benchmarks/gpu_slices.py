@@ -1,4 +1,4 @@
-"""One rank's part of 8 of a layer of a large model, beside layers that are written by hand.
+"""One of 8 ranks' part of a layer of a large model, compared with hand-written layers.
 
 The other ranks are a fake process group: its all-gathers copy this rank's part once for each rank.
 Run by ``python -m benchmarks.gpu --only slices trace``.
@@ -48,7 +48,7 @@ _NAME_SHOWN = 100
 
 @dataclass(frozen=True)
 class SliceRow:
-    """One contender: milliseconds of a step, and of its forward and its backward alone.
+    """One contender: milliseconds of a step, of its forward and of its backward.
 
     Args:
         ratio: its step in units of that of the first contender of the setting, which recomputes
@@ -111,7 +111,7 @@ def _gpt_steps(config: GPTConfig, ids: Tensor) -> dict[tuple[str, str], Step]:
     """By contender and recomputation."""
     steps: dict[tuple[str, str], Step] = {}
     for recompute in RECOMPUTES:
-        # The peers, which lack the product's "selective", recompute the attention core.
+        # The peers, which lack sp_compiler's "selective", recompute the attention core.
         by_hand: Recompute = "attention" if recompute == "selective" else "none"
         steps |= {
             (BY_HAND, recompute): contenders.megatron_style(config, ids, by_hand, sp=True),
@@ -127,14 +127,14 @@ def _gpt_steps(config: GPTConfig, ids: Tensor) -> dict[tuple[str, str], Step]:
             steps[PRODUCT_BOTH, recompute] = contenders.compiled(
                 config, ids, recompute, RANKS, cuda_graphs=True, backend="inductor"
             )
-    # Of attention by one kernel there is nothing to recompute.
+    # Attention in one kernel has nothing to recompute.
     by_kernel = contenders.megatron_style(config, ids, "none", sp=True, fused_attention=True)
     unsharded = contenders.eager(config, ids, "none")
     return {**steps, (BY_HAND_FUSED, "none"): by_kernel, (EAGER, "none"): unsharded}
 
 
 def _llama_steps(device: str, *, small: bool) -> dict[tuple[str, str], Step]:
-    """A layer of Llama-3-70B; no part of a rank is written by hand for it."""
+    """A layer of Llama-3-70B, for which there is no hand-written layer."""
     sizes = (
         {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8}
         if small
@@ -206,7 +206,7 @@ def _forward_noted(milliseconds: list[float]) -> Iterator[None]:
 
     with mock.patch.object(Tensor, "backward", noted):
         yield
-    # The first: a compiled module's loss calls it once more.
+    # Only the first call: a compiled module's loss calls it again.
     milliseconds.append(elapsed_ms(start, begun[0]))
 
 
@@ -230,7 +230,7 @@ def _kernels(step: Step, device: str, path: Path | None) -> Iterator[KernelRow]:
         finish()
     if path is not None:
         profiler.export_chrome_trace(str(path))
-    # Kernels alone: an operator's row has the time of its kernels once more.
+    # Only kernels: an operator's row repeats the time of its kernels.
     where = DeviceType.CPU if device == "cpu" else DeviceType.CUDA
     key = "self_cpu_time_total" if device == "cpu" else "self_device_time_total"
     found = [each for each in profiler.key_averages() if each.device_type == where]
@@ -242,6 +242,6 @@ def _kernels(step: Step, device: str, path: Path | None) -> Iterator[KernelRow]:
 
 
 def _short(kernel: str) -> str:
-    """The name without what all kernels of PyTorch have in common."""
+    """The name without the prefix that all kernels of PyTorch share."""
     common = r"\bvoid |\(anonymous namespace\)::|at::native::|c10::|std::"
     return re.sub(common, "", kernel)[:_NAME_SHOWN]

@@ -1,4 +1,4 @@
-"""Ten steps of AdamW on every grid of 2, 4 and 8 processes, with every schedule, beside one device.
+"""Ten steps of AdamW on every grid of 2, 4 and 8 processes with every schedule, and on one device.
 
     python -m benchmarks.grid_cells [--ranks 2 4 8] [--models llama ...] [--minutes 30] [--write]
     python -m benchmarks.grid_cells --table
@@ -8,11 +8,11 @@ batches of its own, gradients clipped. Losses, norms and parameters are compared
 same steps on one device.
 
 All ranks of many cells run the same program. So this process compiles each program once, and trains
-on one device once for all cells with the same numbers; the ranks of a cell are forks of it, with
-groups of their own. A rank that asks for a program which is not there ends, and is forked again
-once the program has been compiled. What was measured is kept in ``--folder``, or with ``--write``
-in the results of the repository, and a later run does the cells that are missing there and those
-that failed; ``--table`` prints what there is.
+on one device once for all cells with the same expected results. The ranks of a cell are forks of
+this process with their own groups. If a rank needs a program that does not exist yet, it ends, and
+is forked again once the program is compiled. Results are stored in ``--folder``, or with
+``--write`` in the repository; a later run does the cells that are missing or have failed.
+``--table`` prints the stored results.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""CPU time of a step on a grid beside hand-written code in torch's own engines.
+"""CPU time of a step on a grid, compared with hand-written code in torch's own engines.
 
 Four gloo processes, float32, one thread each; the plain GPT of 4 layers, hidden 256. Two runs::
 
@@ -6,9 +6,9 @@ Four gloo processes, float32, one thread each; the plain GPT of 4 layers, hidden
     pipeline   pp 4, 1F1B: torch's stages and schedule over stages cut by hand at the same layers,
                as they are and each compiled by sp_compiler
 
-A time is the sum over all processes: they wait for each other without computing, and a machine with
-fewer cores than processes, or other work to do, does not change it. Schedules are torch's on both
-sides, so equal times of the stages are equal waits.
+A time is the sum over all processes. They wait for each other without computing, so a machine with
+fewer cores than processes, or with other load, does not change it. Both sides use torch's
+schedules, so equal times of stages mean equal waits.
 
     python -m benchmarks.grid_time [--rounds 10] [--only fsdp] [--write]
 """

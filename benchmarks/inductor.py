@@ -4,9 +4,9 @@
     TRITON_INTERPRET=1 python -m benchmarks.inductor --emitted ...
 
 One step of each architecture of the tests, float32, training mode with dropout, on simulated ranks.
-With ``--write`` each result goes to ``benchmarks/results/inductor.json`` as soon as it is there,
-and all of them to ``docs/inductor.md``; ``--missing`` then goes on where an earlier run was cut,
-and ``--seconds`` starts nothing new after that time. Kernels are kept in Inductor's own cache.
+With ``--write`` each result is stored in ``benchmarks/results/inductor.json`` at once, and all of
+them are written to ``docs/inductor.md``; ``--missing`` continues an interrupted run, and no new
+measurement starts after ``--seconds``. Kernels are kept in Inductor's own cache.
 With ``--emitted`` the kernels are not C++ but the Triton code that Inductor emits for a GPU,
 interpreted; the results go to ``benchmarks/results/inductor_emitted.json``. With ``--device cuda``
 the GPU runs it; the results go to ``benchmarks/results/inductor_gpu.json``.
@@ -116,10 +116,10 @@ class Record:
 
     @property
     def passes(self) -> bool:
-        """Return whether the numbers are those of eager code, as far as float32 has them.
+        """Return whether the results agree with eager code, up to float32 rounding.
 
-        A model may amplify rounding: where eager code is farther than the tolerance from float64,
-        so may the two be from each other.
+        A model may amplify rounding: if eager code is farther than the tolerance from float64,
+        the two may differ from each other by as much.
         """
         allowed = max(TOLERANCE, 2 * self.eager_error)
         within = self.loss_error <= TOLERANCE and self.gradient_error <= allowed
@@ -170,9 +170,9 @@ def measure(found: parity.Case, exact: Grads, tp: int, device: str = "cpu") -> R
 
 
 class _Functions:
-    """Compiled functions beside their own text, call by call.
+    """Compiled functions compared with their own source text, call by call.
 
-    A step alone would not tell which function differs, nor a mask that hardly matters to it.
+    A whole step would not show which function differs, nor a wrong mask that hardly affects it.
     """
 
     def __init__(self) -> None:
@@ -186,7 +186,7 @@ class _Functions:
 
         def both(fused: Fused, rank: int, arguments: Sequence[Any]) -> Sequence[Any]:
             results = run(fused, rank, arguments)
-            # Copies: a view of an argument may be changed by whoever reads the results.
+            # Copies, because a reader of the results may change a view of an argument.
             expected = fused._function(Communicator(None, rank, world_size), *arguments)
             several = expected if isinstance(expected, tuple) else (expected,)
             draws = not _DRAWS.isdisjoint(fused._function.__code__.co_names)
@@ -214,7 +214,7 @@ class _Functions:
 
 
 def _error(results: Any, expected: Any) -> float:
-    """The largest difference relative to the largest number; infinite where only one has some."""
+    """The largest difference relative to the largest value; infinite if only one has values."""
     pairs = list(zip(results, expected, strict=True))
     if any((result is None) is not (true is None) for result, true in pairs):
         return float("inf")
@@ -224,7 +224,7 @@ def _error(results: Any, expected: Any) -> float:
 
 
 def _difference(result: Tensor, true: Tensor) -> float:
-    """The largest between two elements; infinite where only one of them is a number."""
+    """The largest difference between two elements; infinite if only one of them is finite."""
     result, true = result.detach().double(), true.detach().double()
     # Equal infinities, of a mask that is added, have no difference.
     difference = (result - true).abs().masked_fill(result == true, 0)
@@ -232,7 +232,7 @@ def _difference(result: Tensor, true: Tensor) -> float:
 
 
 def _largest(value: Any) -> float:
-    """The largest of floating-point numbers, without what stands for infinity in a mask."""
+    """The largest floating-point value, ignoring values that represent infinity in a mask."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
         return 0.0
     size = value.detach().abs()
@@ -334,7 +334,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help='where to run: "cpu" or "cuda"')
     parser.add_argument("--emitted", action="store_true", help="interpret the code for a GPU")
     options = parser.parse_args()
-    # Triton reads it when it is imported, which has happened.
+    # Triton reads the variable when it is imported, which has already happened.
     if options.emitted and os.environ.get("TRITON_INTERPRET") != "1":
         parser.error("--emitted: set TRITON_INTERPRET=1 in the environment")
     warnings.simplefilter("ignore")

@@ -5,9 +5,9 @@ tensors until the text of their kernels is there, which nothing compiles or runs
 
     python -m benchmarks.inductor_kernels [--recompute none selective full] [--write]
 
-A *pass* is a kernel of Inductor's own, a *product* one of cuBLAS. What they read and write is
-compared with operands read once: all passes of a function between the same products would, as one
-kernel, read what they are given and write what others read.
+A *pass* is one of Inductor's own kernels, a *product* one of cuBLAS. The bytes that they read and
+write are compared with those of a single kernel for all passes of a function between the same
+products, which would read each operand once and write only what other kernels read.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MODEL = "gpt-22b"
 DTYPE = torch.bfloat16
 DROPOUT = 0.1
 DIRECTIONS = "forward", "backward"
-# Below this it is a seed, a row's hash or a sum of partial sums: a launch, but no traffic.
+# Smaller kernels (seeds, hashes of rows, sums of partial sums) cost a launch, but no traffic.
 _SMALL = 2**20
 
 
@@ -239,7 +239,7 @@ def block(recompute: str, dropout: float) -> dict[str, Counts]:
     for name, each in traced.items():
         region, _, function = name.partition(".")
         direction = function.rpartition("_")[0]
-        # Others, where a layer also recomputes for the next, run instead of these.
+        # If a layer also recomputes for another one, other functions run instead of these.
         if region == "Block" and direction in counts:
             counts[direction] += count(emit(each))
     return counts

@@ -1,4 +1,4 @@
-"""Steps and compilations with ``backend="inductor"`` beside eager code and ``torch.compile``.
+"""Steps and compilations with ``backend="inductor"``, eager code and ``torch.compile``.
 
 CPU time, one thread per rank, hidden 512, float32, every dropout probability 0.1. Three runs::
 
@@ -150,7 +150,7 @@ def _rows(
     setting: str, models: Mapping[str, nn.Module], rounds: int, before: Callable[[], Any]
 ) -> list[Row]:
     steps = {name: _step(model) for name, model in models.items()}
-    # What other programs do on a shared machine is in none of the times.
+    # CPU time, which does not include other programs on a shared machine.
     times = alternate(steps, rounds=rounds, before=before, clock=time.process_time)
     return [
         Row(

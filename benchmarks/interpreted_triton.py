@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from benchmarks.pretended_gpu import until_written
 from sp_compiler.inductor.lowering import Traced
 
-# Behind the module's own imports: what it and its kernels ask of a GPU, on the CPU.
+# Inserted after the module's imports: replacements on the CPU for functions that need a GPU.
 _HEAD = '''
 import contextlib
 from torch._inductor.runtime import triton_helpers
@@ -94,7 +94,7 @@ class Launched:
 
     def run(self, *arguments, stream):
         names = self.kernel.arg_names
-        if len(arguments) > len(names):  # a template, of attention: its grid stands behind
+        if len(arguments) > len(names):  # a template, of attention: its grid comes last
             self.kernel[arguments[len(names) :]](*arguments[: len(names)])
             return
         given = dict(zip(names, arguments))
@@ -115,7 +115,7 @@ def load(text: str) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
     written = r"^(\w+) = async_compile\.triton\('\w+', '''(.*?)^'''"
     for name, source in re.findall(written, text, re.MULTILINE | re.DOTALL):
         _, _, kernel = source.partition("triton_helpers.set_driver_to_gpu()\n")
-        # A template has no such line, and nothing in front of its kernel that would be missed.
+        # A template has no such line, and needs nothing that comes before its kernel.
         kernel = kernel or source[source.index("@triton_heuristics") :]
         # The functions of a template have the same names in each kernel.
         for inner in re.findall(r"^def (\w+)\(", kernel, re.MULTILINE):
@@ -139,7 +139,7 @@ def load(text: str) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
     call = module.Runner([]).call
 
     def run(arguments: Sequence[Tensor]) -> Sequence[Tensor]:
-        # A mode of the caller's, such as that of simulated ranks, sees nothing of a kernel.
+        # The caller's modes, such as that of simulated ranks, must not see a kernel.
         with torch.no_grad(), _disable_current_modes():
             return call(list(arguments))
 

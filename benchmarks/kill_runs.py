@@ -7,7 +7,7 @@ A small GPT-2 with dropout is trained on gloo ranks twice: undisturbed, and with
 life of the processes, at a random moment of a random phase on a random rank. What both wrote is
 compared to the bit: losses and norms of every step, each time that it ran, and the final weights.
 ``--write`` keeps the number of kills by phase, and the differences, by grid and seed.
-``--hangs`` has a rank sleep instead, and shows what the others say and after how long.
+``--hangs`` makes a rank sleep instead, and shows the others' messages and the time until then.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def life(folder: str, argv: Sequence[str], disturbances: Sequence[Disturbance]) 
         with grid(args) as (mesh, places):
             train(args, mesh, places)
     except Exception:
-        # As in a process of its own, where nobody catches it.
+        # As in a separate process, where nothing catches it.
         sys.excepthook(*sys.exc_info())
         raise
 
@@ -232,7 +232,7 @@ class Runs:
         elastic_launch(config, life)(str(folder), argv, list(disturbances))
 
     def differences(self, name: str, other: str) -> list[str]:
-        """Return what the two runs did not do alike, to the bit."""
+        """Return the differences between the two runs, compared bit for bit."""
         found = []
         truth = {(r["step"], key): r[key] for r in self._records(other) for key in _compared(r)}
         seen: set[tuple[int, str]] = set()

@@ -3,10 +3,10 @@
     python -m benchmarks.lynx [--models 1.3B ...] [--write]
 
 Plain GPTs of 1.3B to 22B parameters, 8 tensor-parallel ranks linked by NVLink ("a100") or by PCIe
-("a100-pcie"). On demand: "full" and "attention" (selective, as arXiv 2205.05198 has it), where
-collectives are waited for at once. Against each of them ``recompute="auto"`` with ``overlap=True``,
-given the peak of that contender's activations as its budget, without half batches and with
-``half_batches="auto"``. Times are the plan's, kernels fused.
+("a100-pcie"). On demand: "full" and "attention" (selective recomputation of arXiv 2205.05198), with
+every collective waited for at once. Each is compared with ``recompute="auto"`` and
+``overlap=True``, with that contender's peak of activations as its budget, without half batches and
+with ``half_batches="auto"``. Times are those of plans with fused kernels.
 Lynx is arXiv 2406.08756; batch and sizes are those of other papers, not of its own tables.
 """
 
@@ -34,20 +34,20 @@ from sp_compiler.planning.plan import Plan
 from sp_compiler.trace.export import capture
 
 TP, BATCH, LENGTH = 8, 4, 2048
-# Layers of one device's part of a model: with fewer the loss head would set the peak.
+# Number of layers: with fewer the loss head would determine the peak.
 LAYERS = 8
 # (hidden size, heads): the shapes of GPT-3 (arXiv 2005.14165, table 2.1), and the 22B model of
 # arXiv 2205.05198 for the largest.
 MODELS = {"1.3B": (2048, 16), "6.7B": (4096, 32), "13B": (5120, 40), "22B": (6144, 64)}
 LINKS = {"NVLink": "a100", "PCIe": "a100-pcie"}
 CONTENDERS = ("full", "attention")
-# What the two versions of the paper print: lowest and highest, with the words for a legend.
+# Lowest and highest values that the two versions of the paper report, with the legend's text.
 REPORTED = {"v1: 1.02 to 1.53": (1.02, 1.53), "v4: up to 1.37": (1.0, 1.37)}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One contender, and what takes no more memory than it.
+    """One contender, and ours within the same memory.
 
     Attributes:
         on_demand_us: of a step.
@@ -77,7 +77,7 @@ class Row:
 
     @property
     def halves_speed_up(self) -> float:
-        """Return the speed-up of ours with half batches where they pay."""
+        """Return the speed-up of ours with half batches where they are faster."""
         return self.on_demand_us / self.halves_us
 
 
@@ -109,7 +109,7 @@ def rows(model_name: str) -> Iterator[Row]:
             )
             for half_batches in (False, True)
         )
-        # Settings of one compilation differ in what they recompute alone.
+        # Settings of one compilation may differ only in recomputation.
         waiting = _Settings(full, hardware=profile, overlap=False)
         overlapped = _Settings(full, hardware=profile)
         in_halves = _Settings(halved, hardware=profile, half_batches=True)

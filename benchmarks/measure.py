@@ -17,7 +17,7 @@ from sp_compiler.runtime.recorder import Recorder
 
 
 class PeakRecorder(Recorder):
-    """Also remembers after every operator which of the storages exist."""
+    """Also records after every operator which storages exist."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class PeakRecorder(Recorder):
         return result
 
     def peak_bytes(self, *, excluding: Iterable[Tensor]) -> int:
-        """The most that existed at once, without the storages of ``excluding``, which exist."""
+        """The peak of live bytes, without the storages of ``excluding``, which exist."""
         left_out = self._numbers(excluding)
         return max(self._bytes(moment, left_out) for moment in self._moments)
 
@@ -114,9 +114,9 @@ def alternate(
 ) -> dict[str, list[float]]:
     """Milliseconds of each step in each round; every round runs each step once.
 
-    Compare what was measured in the same round: drift of the machine then cancels. The order
-    differs by round, the same on every rank: a step is slower behind one that leaves it cold
-    caches. ``before`` runs before each step, outside the measured time; ``clock`` returns seconds.
+    Compare times of the same round, so that drift of the machine cancels. The order differs between
+    rounds, but not between ranks, because a step is slower after one that leaves cold caches.
+    ``before`` runs before each step, outside the measured time; ``clock`` returns seconds.
     """
     times: dict[str, list[float]] = {name: [] for name in steps}
     shuffler = random.Random(0)

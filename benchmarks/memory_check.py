@@ -1,11 +1,11 @@
-"""Planned memory against what a rank really holds, for every model of the tests.
+"""Planned memory compared with the memory that a rank really holds, for every model of the tests.
 
     python -m benchmarks.memory_check [--models gpt2 llama ...] [--tp 1 2 8] [--write]
 
 One process runs one rank's step on real tensors over a fake process group, whose collectives move
-nothing and make tensors of the right size. Compared are the bytes alive between forward and
-backward, which must agree to the byte, and the peak over the step. Budgets of ``recompute="auto"``
-are the least that would do, the most that is of use, and the middle.
+nothing and make tensors of the right size. The comparison covers the bytes alive between forward
+and backward, which must agree to the byte, and the peak over the step. Budgets of
+``recompute="auto"`` are the minimum that fits, the largest that is useful, and the middle.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def case(name: str) -> parity.Case:
 
 
 def measure(found: parity.Case, program: CompiledProgram) -> tuple[int, int]:
-    """Bytes that a rank keeps after the forward, and the most that it holds in a step."""
+    """Bytes that a rank keeps after the forward, and its peak in a step."""
     world_size, placed = program.world_size, program.param_placements
     group = dist.group.WORLD if world_size > 1 else None
     params = {

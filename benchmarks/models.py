@@ -31,7 +31,7 @@ class GPTConfig:
         hidden_size: ``h``; a multiple of ``num_heads``.
         num_layers: number of blocks.
         num_heads: ``a``.
-        dropout: probability of all dropouts but the one on attention probabilities.
+        dropout: probability of all dropouts except the one on attention probabilities.
         attention_dropout: probability of the dropout on attention probabilities.
         fused_qkv: one ``Linear(h, 3h)`` split in three, else three ``Linear(h, h)``.
         tied_head: the output head uses the token embedding's weight.

@@ -1,11 +1,11 @@
-"""Activations in the host's memory: what the device keeps, and what it costs.
+"""Activations in the host's memory: bytes on the device, and the cost in time.
 
     python -m benchmarks.offload [--models 22B ...] [--layers 12] [--write]
 
 Layers of the paper's GPTs with a loss head, batch 1 x 2,048, bfloat16, 8 tensor-parallel ranks of
 the profile "h100", kernels fused. ``recompute="selective"`` keeps its activations on the device;
-``recompute="auto"`` with ``offload=True`` gets as its budget that run's peak less what all layers
-but two keep. Times are those of the simulated step.
+``recompute="auto"`` with ``offload=True`` gets as its budget that run's peak minus the saved bytes
+of all layers except two. Times are those of the simulated step.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def measure(name: str, layers: int) -> Row:
 
     def planned(**wanted: Any) -> Plan:
         options = CompileOptions(**base, **wanted)
-        # Kernels are fused in the plan alone: to compile them takes longer than all else.
+        # Kernels are fused only in the plan, because compiling them would take longest.
         return make_plan(shared.finish(options), replace(options, backend="inductor"))
 
     selective = planned(recompute="selective")

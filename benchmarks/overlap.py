@@ -5,11 +5,11 @@
 
 Compiled on the meta device for 8 ranks; times are those of the profile "h100" with an interconnect
 on which communication is 10, 20 and 40 % of forward and backward of a block that recomputes
-nothing. The schedule's own clock tells what is exposed; where backwards work for other calls, that
-is in the middle of the model. With ``--exact`` beside it the exact program, where it ends, or how
-much longer than any order the schedule can be at most, for one function per layer, and the CPU time
-of both searches. With ``--half-batches`` instead the communication that the whole step exposes, on
-a batch of two and on its halves; with ``--steps`` times of steps, on the slowest of the links.
+nothing. The schedule's own clock measures the exposed part, for a layer in the middle of the model
+if backwards work for other calls. ``--exact`` compares with the exact search, with one function per
+layer: the difference, or an upper bound of it if the search gives up, and the CPU time of both.
+``--half-batches`` shows the communication that the whole step exposes, with a batch of two and with
+its halves; ``--steps`` shows times of steps, on the slowest of the links.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ MODELS = {"GPT": _gpt, "Llama": _llama, "Mixtral": _mixtral}
 
 @dataclass(frozen=True)
 class Gap:
-    """A schedule beside the exact program.
+    """A schedule compared with the exact search.
 
     Attributes:
         longer: by how much it is longer, or can be at most.
@@ -106,8 +106,8 @@ class Row:
     Attributes:
         share: of communication in forward and backward of a block that recomputes nothing.
         exposed: part of backward's communication that no work hides.
-        least: below that there is no order of any number of layers, in whatever memory.
-        alone: the same where backwards do no work for other calls.
+        least: lower bound for any order, any number of layers and any amount of memory.
+        alone: the exposed part if backwards do no work for other calls.
         blocking_bytes: peak of the step without overlap.
         peak_bytes: peak of the step.
         recompute_us: kernels that backward runs again.
@@ -151,7 +151,7 @@ def with_communication(share: float, graphs: Sequence[Graph]) -> Hardware:
     """An H100 with a link on which communication is ``share`` of the time of ``graphs``."""
     device = hardware_of("h100")
     work_us = sum(compute_us(node, device) for graph in graphs for node in graph.nodes)
-    # The bytes alone: at an unlimited rate nothing but the latency would be left.
+    # Only the bytes: at an unlimited rate only the latency would remain.
     free = replace(device, interconnect=_links(device, 1.0))
     bytes_us = sum(_communication_us(graph, free) for graph in graphs)
     return replace(device, interconnect=_links(device, bytes_us * (1 - share) / (share * work_us)))
@@ -221,11 +221,11 @@ def _recomputation(program: PlannedProgram, graph: Graph) -> tuple[float, float]
 def least_exposed(block: PartitionedRegion, device: Hardware) -> float:
     """Return a bound on the exposed part of the communication of a backward in the middle of many.
 
-    Of the work of all layers anything may run beside anything, as far as data allows: gradients of
-    weights at any time later, recomputation at any time earlier. What is left is the chain from
-    layer to layer: all that leads from the gradients that a call is given to those that it passes
-    on. It runs once in each layer's time, in which all kernels and all collectives of a layer have
-    to run as well, and its collectives leave gaps that whole kernels seldom fill.
+    Work of all layers may run at the same time, as far as data dependences allow: weight gradients
+    at any later time, recomputation at any earlier time. The remaining constraint is the chain from
+    layer to layer, from the incoming gradients of a call to its outgoing ones. It runs once per
+    layer, and all kernels and collectives of a layer have to run in the same time. Its collectives
+    leave gaps that whole kernels seldom fill.
     """
     backward = block.partitioned.backward
     assert backward is not None

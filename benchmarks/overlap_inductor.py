@@ -3,9 +3,9 @@
     python -m benchmarks.overlap_inductor [--models GPT Llama Mixtral]
 
 The block of :mod:`benchmarks.overlap` as compiled without overlap, with the same times of kernels
-and collectives for both, and ours with the memory that Inductor's order takes as its limit.
-``schedule_overlap_bucketing`` moves collectives and what it calls compute nodes, products and
-attention, within what :data:`ALLOWED` lets its peak grow; it does not recompute for another layer.
+and collectives for both; our memory limit is the memory that Inductor's order takes.
+``schedule_overlap_bucketing`` moves collectives and what it calls compute nodes (matmuls and
+attention); :data:`ALLOWED` limits the growth of its peak. It does not recompute for another layer.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from sp_compiler.passes.overlap import overlap_collectives
 from sp_compiler.passes.overlap.tasks import GraphTasks, graph_tasks
 from sp_compiler.solve.block_schedule import is_valid, peak_bytes, simulate
 
-# GiB by which its peak may grow, as it counts: nothing, and what it takes by default.
+# GiB by which its peak may grow, by its own count: nothing, and its default.
 ALLOWED = (0.0, 1.0)
 c10d = torch.ops._c10d_functional
-# Operator and its arguments but the first.
+# Operator and its arguments except the first.
 FUNCTIONAL: dict[str, tuple[Any, ...]] = {
     "all_gather": (c10d.all_gather_into_tensor.default, RANKS, "0"),
     "reduce_scatter": (c10d.reduce_scatter_tensor.default, "sum", RANKS, "0"),

@@ -1,20 +1,20 @@
-"""Steps of a pipeline that recomputes in its bubbles, as MindSpeed does, beside ours in its memory.
+"""Steps of a pipeline that recomputes in its bubbles, like MindSpeed's, and ours in its memory.
 
     python -m benchmarks.overlap_mindspeed [--models GPT Llama Mixtral]
 
 MindSpeed's pipeline (RiPipe, docs/features/ripipe.md of Ascend/MindSpeed) makes the recomputation
-of a microbatch an action of its own, which waits for no gradient. *In advance*: every stage but the
-end of the model recomputes its forward, before the gradient arrives. *In bubble*: as many
-microbatches as there are stages keep everything, those beyond recompute in bubbles; here that takes
-no time at all, which is the best it can do. In its layers every collective is waited for or, in the
-second column of times, overlaps as our schedule has it: then nothing differs but what is
-recomputed, and when.
+of a microbatch a separate action, which waits for no gradient. *In advance*: every stage except the
+end of the model recomputes its forward before the gradient arrives. *In bubble*: as many
+microbatches as there are stages keep everything, and the others recompute in bubbles; here that
+takes no time at all, its best case. In its layers every collective is exposed or, in the second
+column of times, overlaps as in our schedule: then the only difference is what is recomputed, and
+when.
 
-Ours is the fastest that takes no more memory: any policy or ``recompute="auto"`` at several
-budgets, of which some microbatches may have one and the others another, as with
-``recompute_rest=``; layers work alone, as in every pipeline. All steps are those
-of one simulator: the layers of :mod:`benchmarks.overlap` on its links, four ranks with two stages
-of four layers each, 16 microbatches; embeddings and head are left out, and messages take no time.
+Ours is the fastest plan that takes no more memory: any policy or ``recompute="auto"`` at several
+budgets; some microbatches may use one of them and the others another, as with ``recompute_rest=``;
+layers work alone, as in every pipeline. All steps are computed by the same simulator: the layers of
+:mod:`benchmarks.overlap` on its links, four ranks with two stages of four layers each, 16
+microbatches; embeddings and head are left out, and messages take no time.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from sp_compiler.planning.planned_program import PlannedProgram
 
 PIPELINE, PER_RANK, MICROBATCHES = 4, 2, 16
 STAGES = PIPELINE * PER_RANK
-# Parts of what "none" keeps beyond "full", for the budgets that ours tries.
+# Fractions of the additional bytes that "none" keeps over "full", for the budgets that ours tries.
 BUDGETS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8)
 
 

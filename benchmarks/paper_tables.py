@@ -2,9 +2,9 @@
 
     python -m benchmarks.paper_tables [--models gpt-22b ...] [--write]
 
-Every "ours" is counted on the generated forward and backward of one layer (and of what lies outside
-of layers) at the paper's sizes, on shapes alone; the paper's side is what it prints, or where it
-prints a formula, the formula. Source: Korthikanti et al., "Reducing Activation Recomputation in
+Every "ours" is counted on the generated forward and backward of one layer (and of the code outside
+of layers) at the paper's sizes, using only shapes; the paper's side is its printed value, or if it
+prints a formula, the formula's. Source: Korthikanti et al., "Reducing Activation Recomputation in
 Large Transformer Models", arXiv 2205.05198: table 2 (bytes of a layer), figure 7 (percent of the
 baseline), section 5 and appendix A (FLOPs), tables 3 and 5 (times, MFU, HFU).
 """
@@ -160,7 +160,7 @@ def flops_and_utilisation(name: str) -> Iterator[Row]:
     """The paper's FLOPs (equations 7 and 8), and MFU and HFU of table 5 from its times.
 
     Its hardware FLOPs are an upper bound: s/3h for s/6h counts forward and backward of the core
-    again. The graph re-runs the product of queries and keys alone, s/36h more.
+    again. The graph re-runs only the matmul of queries and keys, s/36h more.
     """
     setup, reported = PAPER_SETUPS[name], REPORTED[name]
     size, s = setup.model, setup.sequence_length

@@ -8,9 +8,9 @@ the paper, the steps of table 5 are simulated: every function of the model as it
 setting, sums of gradients in 32 bits, the pipeline by :mod:`sp_compiler.grid_plan`, the optimizer.
 
 Backward overlaps communication as Megatron-LM does (megatron/core/tensor_parallel/layers.py): the
-reduction of a linear's input gradient runs beside the product for its weight, the repeated gather
-of its input beside the product for its input, everything else is waited for. Elementwise operators
-are fused as Megatron-LM's kernels fuse them (:mod:`sp_compiler.cost.fused_kernels`).
+reduction of a linear's input gradient runs during the matmul for its weight gradient, the repeated
+gather of its input during the matmul for its input gradient, and everything else is exposed.
+Elementwise operators are fused as by Megatron-LM's kernels (:mod:`sp_compiler.cost.fused_kernels`).
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from sp_compiler.planning.planned_program import PlannedProgram
 
 TP, FITTED = 8, "gpt-22b"
 A100 = hardware_of("a100")
-# What the fit holds every figure of table 4 to: times to 8 %, overheads to 3 points.
+# Tolerances of the fit for every value of table 4: 8 % for times, 3 points for overheads.
 TIME_LIMIT, OVERHEAD_LIMIT = 0.08, 0.03
 # Adam in mixed precision on 18 bytes of state: reads gradient, master copy and moments (16), writes
 # the last three and the 16-bit value (14); before it the norm of the gradients reads them (4),
-# behind it they are set to zero (4).
+# after it they are set to zero (4).
 OPTIMIZER_BYTES = 38
 # The sum of a weight's gradients over microbatches, in 32 bits: read and written in every backward.
 SUM_BYTES = 8
@@ -368,7 +368,7 @@ def main() -> None:
     text = section(simulated(PAPER_SETUPS if options.write else options.models))
     print(text)
     if options.write:
-        # The last section of the page: what stands in front of it is of benchmarks.paper_tables.
+        # The last section of the page: benchmarks.paper_tables writes the text before it.
         PAGE.write_text(f"{PAGE.read_text().partition(HEADING)[0].rstrip()}\n\n{text}")
 
 

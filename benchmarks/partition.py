@@ -32,7 +32,7 @@ from sp_compiler.planning.plan import Plan
 from sp_compiler.solve.pipeline_cut import fastest_cut
 
 POLICIES = ("none", "attention", "selective", "full")
-# Of 80 GiB: the context, libraries and gaps between tensors.
+# Part of the 80 GiB for the context, libraries and fragmentation.
 RESERVED_BYTES = 4 << 30
 
 
@@ -47,7 +47,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Piece:
-    """A call that is cut as one: a layer, or what stands in front of the layers or behind them.
+    """A call that is cut as one: a layer, or the code before or after the layers.
 
     Attributes:
         ways: by policy; equal ones for layers, which is how they are known.
@@ -157,7 +157,7 @@ class Stages:
         until_us = [0.0, *itertools.accumulate(least_us)]
 
         def added_us(stage: int, start: int, stop: int) -> float:
-            # Not below 0, where rounding would have it.
+            # Rounding could make it negative.
             own_us = until_us[stop] - until_us[start]
             return max(0.0, self.time_us(stage, start, stop) - own_us)
 
@@ -186,7 +186,7 @@ def rows(name: str, memory_bytes: float) -> Iterator[tuple[str, ...]]:
     even_us = stages.slowest_us(cuts["even"])
     for cut, ends in cuts.items():
         slowest_us = stages.slowest_us(ends)
-        # An even cut may not fit, whatever is recomputed.
+        # An even cut may not fit with any recompute setting.
         shown = time_text(slowest_us) if slowest_us < math.inf else "does not fit"
         gain = f"{100 * (even_us / slowest_us - 1):.1f} %" if even_us < math.inf else ""
         sizes = [stop - start for start, stop in itertools.pairwise([0, *ends])]

@@ -93,7 +93,7 @@ _TOLERANCE = 0.15
 
 
 def machine() -> str:
-    """Return the machine that a result was measured on, in words."""
+    """Return a description of the machine on which a result is measured."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     return (
         f"{device}, {os.cpu_count()} cores, {torch.get_num_threads()} thread per rank, "
@@ -102,7 +102,7 @@ def machine() -> str:
 
 
 def save(path: Path, run: str, rows: Iterable[Mapping[str, Any]], **settings: Any) -> None:
-    """Write the rows of one run to ``path``, beside those of other runs that are there."""
+    """Write the rows of one run to ``path``, and keep those of other runs."""
     results = json.loads(path.read_text()) if path.exists() else {}
     results[run] = {"machine": machine(), **settings, "rows": list(rows)}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -201,7 +201,7 @@ def load(name: str) -> dict[str, Any]:
 def keep(name: str, run: str, rows: Iterable[Mapping[str, Any]], **settings: Any) -> None:
     """Store the rows of one run in ``benchmarks/results/`` and render the page anew.
 
-    Both at once: a test compares them, and must pass whatever was measured last.
+    Both at once, because a test compares them, and must pass after every measurement.
     """
     save(RESULTS / f"{name}.json", run, rows, **settings)
     PAGE.write_text(page(*map(load, FILES)))

@@ -49,8 +49,8 @@ def until_written(
     look: Callable[[GraphLowering], T],
     compiled: Callable[[Traced], Any] = lowering.compile_graph,
 ) -> T:
-    """Let Inductor compile a traced function for a GPU until it would write its code; return what
-    ``look`` sees then.
+    """Run Inductor's compilation of a traced function for a GPU until it would write its code;
+    return the result of ``look`` at that point.
 
     Args:
         compiled: calls Inductor.
@@ -118,7 +118,7 @@ def _in_order_of(x: Tensor, strides: Sequence[int]) -> Tensor:
 
 @contextlib.contextmanager
 def _gpu_pretended() -> Iterator[None]:
-    """Context in which Inductor finds a GPU and Triton. It asks for facts and calls neither."""
+    """Context in which Inductor finds a GPU and Triton. It queries properties but calls neither."""
     facts: Mapping[str, Callable[..., Any]] = {
         "torch.cuda.get_device_properties": lambda device=None: _PROPERTIES,
         "torch.cuda.get_device_capability": lambda device=None: (9, 0),

@@ -150,7 +150,7 @@ def main() -> None:
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    # What other programs do on a shared machine is in none of the times.
+    # CPU time, which does not include other programs on a shared machine.
     with mock.patch.object(time, "perf_counter", time.process_time):
         hardware = sp_compiler.profile()
     rows = [

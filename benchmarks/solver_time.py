@@ -2,8 +2,8 @@
 
     python -m benchmarks.solver_time [--models llama t5] [--tp 8] [--large gpt3-175b llama-405b]
 
-One process, no process group, models on the ``meta`` device where they are large. CPU seconds are
-beside the clock's, for a machine that is busy with something else.
+One process, no process group, large models on the ``meta`` device. CPU seconds are shown next to
+wall-clock seconds, in case the machine is busy with other work.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def plan_row(name: str, tp: int) -> tuple[str, ...]:
 
 
 def main() -> None:
-    """Print both tables; the large models first, for their peak to be their own."""
+    """Print both tables; the large models first, so that the memory peak is their own."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--models", nargs="*", choices=zoo.names(), default=zoo.names())
     parser.add_argument("--large", nargs="*", choices=list(LARGE), default=list(LARGE))

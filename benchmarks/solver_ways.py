@@ -1,4 +1,4 @@
-"""Solvers that are there twice, or could be another one: what each finds and how long it takes.
+"""Solvers that have an alternative: the result of each and the time that it takes.
 
     python -m benchmarks.solver_ways [placement] [budget] [frontier] [formula] [explain]
         [--models llama t5] [--tp 2 8]
@@ -11,7 +11,7 @@
 - explain: explaining one weight, which solves the placement again for each of its alternatives,
   beside the whole plan.
 
-Seconds are of the CPU, so that a busy machine does not show.
+Times are CPU seconds, which do not depend on other load.
 """
 
 from __future__ import annotations
@@ -226,8 +226,8 @@ def budget_cases() -> Iterator[tuple[str, nn.Module, dict[str, Any], int]]:
 def saved_by_cut(values: Sequence[ForwardValue], us_per_byte: float) -> Choice | None:
     """The choice of least time and price of bytes, as a minimum cut.
 
-    Of each value two vertices are on the side of the source: "there" where it is saved or
-    recomputed, "again" where it is recomputed.
+    Each value has two vertices: "there" is on the source's side if the value is saved or
+    recomputed, "again" if it is recomputed.
     """
     graph = nx.DiGraph()
     for index, value in enumerate(values):

@@ -1,13 +1,13 @@
-"""Planned memory of pipeline stages against what their ranks really hold.
+"""Planned memory of pipeline stages compared with the memory that their ranks really hold.
 
     python -m benchmarks.stage_memory [--models llama gpt2] [--pp 2] [--tp 2] [--write]
 
-Gloo processes train a step of every case with all their tensors recorded. Compared with
-``sp_compiler.plan(mesh=...)`` of each stage are the bytes that the forwards in flight keep, read
-when the first backward begins, and the peak over the step. Beside both, a rank holds the messages
-on their way, which no plan counts, so layers here are much larger than the values between them.
-A schedule that delays gradients of weights keeps most at a later moment, among messages: of these
-the peaks alone are compared.
+Gloo processes train a step of every case with all their tensors recorded. Two values are compared
+with ``sp_compiler.plan(mesh=...)`` of each stage: the bytes that the forwards in flight keep, read
+when the first backward begins, and the peak over the step. In addition a rank holds messages in
+transit, which plans do not count, so layers here are much larger than the values between them.
+A schedule that defers weight gradients keeps the most at a later moment, when there are messages:
+for such schedules only the peaks are compared.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def _row(mesh: Any, name: str, schedule: str, recompute: str) -> Row:
 
 
 def measured(models: Sequence[str], pp: int, tp: int) -> Iterator[Row]:
-    """Rows of one rank of each stage; those of "tp" are alike."""
+    """Rows of one rank of each stage; ranks of "tp" have the same."""
     results = run_on_ranks(pp * tp, _rows, models, pp, tp)
     for rows in zip(*results[::tp], strict=True):
         yield from rows

@@ -1,7 +1,7 @@
-"""Step time of sp_compiler beside eager and beside hand-written and library peers.
+"""Step time of sp_compiler compared with eager code and with hand-written and library peers.
 
-A step is forward + backward, float32, one thread per rank. Contenders alternate in every round and
-a ratio is the median over rounds of the two times of one round. Four runs::
+A step is forward + backward, float32, one thread per rank. Contenders alternate in every round, and
+a ratio is the median over rounds of the ratio of the two times in one round. Four runs::
 
     tensor parallel   hidden 512, 4 layers, 2 gloo ranks, each recomputation
     one device        tp=1 against eager, dropout on and off
@@ -50,8 +50,8 @@ class Row:
     """One contender of a run.
 
     Args:
-        ratio: the product's time, with the layout of this contender, in units of this contender's:
-            below 1 the product is faster.
+        ratio: the time of sp_compiler, with the layout of this contender, divided by this
+            contender's: below 1 sp_compiler is faster.
     """
 
     setting: str
@@ -100,13 +100,13 @@ def one_device(rounds: int) -> list[Row]:
 
 
 def overhead(rounds: int) -> list[Row]:
-    """Every contender where computing is next to nothing and collectives are nothing."""
+    """Every contender with almost no computation and collectives that take no time."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     size = config(64, 0.0)
     ids = contenders.random_ids(size, BATCH, 64)
     steps = contenders.tensor_parallel(size, ids, "none", RANKS)
     steps["eager, unsharded"] = contenders.eager(size, ids, "none")
-    # One thread computes and nothing waits: its own time is all, whatever else the machine does.
+    # One thread computes and nothing waits, so its CPU time is independent of other load.
     times = alternate(steps, rounds=10 * rounds, warmup=10, clock=time.process_time)
     rows = _rows("hidden=64", times)
     dist.destroy_process_group()
@@ -122,7 +122,7 @@ def rank_checks(rounds: int) -> list[Row]:
         step = contenders.compiled(size, contenders.random_ids(size, BATCH, length), "none", RANKS)
 
         def unchecked(step: Any = step) -> None:
-            # By hand: mock.patch takes longer than what is measured.
+            # By hand, because mock.patch takes longer than the measured code.
             RankAgreement.begin_call = lambda *_, **__: None  # type: ignore[method-assign]
             step()
             RankAgreement.begin_call = checks  # type: ignore[method-assign]
@@ -132,7 +132,7 @@ def rank_checks(rounds: int) -> list[Row]:
             rounds=20 * rounds,
             warmup=4,
             before=dist.barrier,
-            # What they add is less than the noise of all else: gloo's threads, waits for a rank.
+            # The checks add less than the noise of the rest: gloo's threads, waits for a rank.
             clock=time.thread_time,
         )
         rows += _rows(f"hidden={hidden_size}", times)

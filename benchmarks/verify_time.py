@@ -1,9 +1,9 @@
-"""Time of ``compile(verify=True)`` beside that of compiling without.
+"""Time of ``compile(verify=True)`` compared with compiling without verification.
 
     python -m benchmarks.verify_time [--models GPT-2 ...] [--repeats 3] [--write]
 
-One process, no process group; compiled for 2 ranks. CPU time, for both are computed by one thread;
-compilations and proofs take turns.
+One process, no process group; compiled for 2 ranks. CPU time, because both run in one thread;
+compilations and proofs alternate.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def model_and_inputs(name: str) -> tuple[Any, dict[str, Any]]:
 
 
 def cpu_seconds(name: str, repeats: int) -> dict[str, float]:
-    """The least CPU seconds of a compilation and of its proof."""
+    """The minimum CPU seconds of a compilation and of its proof."""
     model, inputs = model_and_inputs(name)
     options = CompileOptions(tp=2)
     compiling, proving = [], []

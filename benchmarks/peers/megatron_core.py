@@ -1,7 +1,7 @@
 """Megatron-Core 0.16.1 itself, on CPU over gloo: TP + SP of a GPT of the plain one's size.
 
-Megatron-Core is written for CUDA. What it asks of a device where there is none is replaced here, in
-this process only: the current device, the random-state tracker (dropout must be 0) and its fused
+Megatron-Core is written for CUDA. Without a CUDA device, some of its functions are replaced here,
+in this process only: the current device, the random-state tracker (dropout must be 0) and its fused
 norm. Layers, parallel linears, losses and the order of collectives are its own.
 """
 
@@ -46,7 +46,7 @@ def is_installed() -> bool:
 
 
 class PlainNorm(nn.LayerNorm):
-    """A layer norm whose gradients Megatron-Core knows to be partial under sequence parallelism."""
+    """A layer norm marked for Megatron-Core to reduce its gradients under sequence parallelism."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps)
@@ -55,7 +55,7 @@ class PlainNorm(nn.LayerNorm):
 
 
 class _NoTracker:
-    """Stands for the CUDA random-state tracker where nothing random is drawn."""
+    """Replaces the CUDA random-state tracker if no random numbers are drawn."""
 
     @contextlib.contextmanager
     def fork(self, *_: Any) -> Iterator[None]:
@@ -69,7 +69,7 @@ class _NoTracker:
 
 
 def run_on_cpu() -> None:
-    """Replace what Megatron-Core asks of a CUDA device, in this process."""
+    """Replace the functions of Megatron-Core that need a CUDA device, in this process."""
     from megatron.core import tensor_parallel
     from megatron.core.models import backends
     from megatron.core.tensor_parallel import layers, random

@@ -240,8 +240,8 @@ class MegatronStyleGPT(nn.Module):
         fused_attention: by PyTorch's kernels instead of written out.
 
     Raises:
-        ValueError: heads, vocabulary or hidden size do not divide by the group's size, or the head
-            is not tied.
+        ValueError: heads, vocabulary or hidden size are not divisible by the group's size, or the
+            head is not tied.
     """
 
     def __init__(

@@ -56,7 +56,7 @@ _ROOT = Path(__file__).parents[2]
 RESULTS = _ROOT / "benchmarks" / "results" / "third_party.json"
 PAGE = _ROOT / "docs" / "third_party.md"
 _RANKS = 2
-# Of the largest gradient. Models that compute in float32 whatever they are given round so.
+# Relative to the largest gradient. Models that always compute in float32 round by this much.
 _EXACT, _OWN_CASTS = 1e-9, 1e-6
 # How many times the change by one rounding of each weight an error may be: there are more
 # operators, each with its own, than weights.
@@ -193,10 +193,10 @@ def _error_of_rounded_weights(
 
 
 def prepared(entry: Entry) -> tuple[nn.Module, dict[str, Any], str]:
-    """The model with its loss in float64, its inputs, and a word if it is in evaluation mode.
+    """The model with its loss in float64, its inputs, and a note if it is in evaluation mode.
 
-    Dropout is off. A model that draws other random numbers in training has no one true gradient:
-    it is compared in evaluation mode.
+    Dropout is off. A model that draws other random numbers in training has no unique gradient: it
+    is compared in evaluation mode.
     """
     torch.manual_seed(0)
     model = Projected(entry.make())
@@ -212,7 +212,7 @@ def prepared(entry: Entry) -> tuple[nn.Module, dict[str, Any], str]:
     before = torch.get_rng_state()
     try:
         copy.deepcopy(model)(**inputs)
-    except RuntimeError as error:  # a weight beside casts of its own, say
+    except RuntimeError as error:  # such as a weight that is cast
         raise NotSmallError(f"does not run in float64: {error}") from error
     if torch.equal(torch.get_rng_state(), before):
         return model, inputs, ""

@@ -50,9 +50,9 @@ def features(length: int, width: int, batch: int = 2) -> Callable[[], Inputs]:
 
 
 class Projected(nn.Module):
-    """``model`` with a loss that is a sum of all its results, each number with its own weight.
+    """``model`` with a loss that is a weighted sum of all its results, with different weights.
 
-    A plain sum would have no gradient behind a softmax or a normalization.
+    A plain sum would have a gradient of zero through a softmax or a normalization.
     """
 
     def __init__(self, model: nn.Module) -> None:

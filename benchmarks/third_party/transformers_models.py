@@ -1,7 +1,7 @@
 """Architectures of transformers beyond those of docs/coverage.md, as many as one rule makes small.
 
-Nobody chooses an architecture or its sizes: each comes from the library's own list for its task,
-with its own defaults, of which the fields below are replaced where its configuration has them.
+Architectures and sizes are not hand-picked: each comes from the library's own list for its task,
+with its own defaults, of which the fields below are replaced if its configuration has them.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _model(task: str, name: str) -> nn.Module:
     """Return the model with the first choice of small sizes that runs on the inputs of its task.
 
     Raises:
-        NotSmallError: none does; with the reason of each.
+        NotSmallError: none runs; with the reason of each.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
@@ -155,7 +155,7 @@ def _fields(defaults: Any, sizes: Mapping[str, Any], every_kind: bool) -> dict[s
 def _with(config: Any, task: str) -> nn.Module:
     import transformers
 
-    # Grouped products of experts have no kernel for float64.
+    # Grouped matmuls of experts have no kernel for float64.
     config._experts_implementation = "batched_mm"
     make = getattr(transformers, _TASKS[task][1]).from_config
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Packages whose wheels are built for CUDA, imported beside a CPU build of torch."""
+"""Packages whose wheels are built for CUDA, imported with a CPU build of torch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 def import_without_kernels() -> None:
     """Make torchvision and torchaudio importable where their C++ code cannot be loaded.
 
-    The models here use none of it. torchvision registers the shapes of two operators that are then
-    not there: that they are declared is enough. torchaudio gives up when its library does not load;
-    it does without where the module that loads it says so.
+    The models here do not use that code. torchvision registers shapes for two operators that are
+    then missing: declaring them is enough. torchaudio fails when its library does not load, unless
+    the module that loads it reports that it is not available.
     """
     if importlib.util.find_spec("torchvision"):
         for name in ("nms", "qnms"):

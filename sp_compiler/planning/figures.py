@@ -26,7 +26,7 @@ _LIMIT = "#b03030"
 BESIDE: Any = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "frameon": False}
 """Place of a legend, next to the axes, so that it covers nothing."""
 _WIDTH_INCHES = 10.0
-_ROW_INCHES = 0.3  # of one parameter, with its name beside it
+_ROW_INCHES = 0.3  # of one parameter, labelled with its name
 _DPI = 150
 
 

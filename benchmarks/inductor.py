@@ -299,7 +299,7 @@ def _results(results: Mapping[str, Any]) -> list[str]:
     if missing:
         parts += [f"Not measured yet: {', '.join(missing)}.\n"]
     if reasons:
-        parts += ["What runs as written, and why:\n", *reasons, ""]
+        parts += ["What runs uncompiled, and why:\n", *reasons, ""]
     return parts
 
 

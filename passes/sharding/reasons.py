@@ -23,7 +23,7 @@ def why_no_rule(node: Node, name: str) -> str:
     """Explain why ``node``, called ``name`` in the text, has no rule to be placed by."""
     # The table has one, so it was disabled: the check refused the sharded operator.
     if rule_for(node) is not None:
-        return f"how {name} would be sharded could not be proven"
+        return f"the sharding of {name} could not be proven correct"
     return f"there is {missing_rule(node, name)}"
 
 

@@ -71,10 +71,10 @@ def rule(
             than in ``text``, or dims with one letter have different sizes.
     """
     schema = _schema(op)
+    _check_texts(text, whole, linear)
     signature = _Signature.parse(schema, text, whole, linear)
     # A rule of the user's own may be corrected in a notebook; one of ours other passes rely on.
-    known = ROWS.get(schema.name)
-    if known is not None and not isinstance(getattr(known.factors, "__self__", None), _Signature):
+    if _is_ours(schema):
         raise ArgumentError(
             f"op={schema.name!r} has a sharding rule of sp_compiler's own, which stays; drop this "
             "call, or put what should be split in another way into an operator of your own "
@@ -92,6 +92,32 @@ def user_rule(op: str) -> tuple[tuple[str, str], dict[str, Any]] | None:
         return None
     options = {"whole": "".join(sorted(signature.whole)), "linear": signature.linear}
     return (op, signature.text), options
+
+
+def _check_texts(text: Any, whole: Any, linear: Any) -> None:
+    for name, value, example in (("text", text, "...h, h -> ...h"), ("whole", whole, "h")):
+        if not isinstance(value, str):
+            raise ArgumentError(f"{name}={value!r}: expected text, such as {example!r}")
+    # A text is a sequence of texts, too.
+    are_lists = isinstance(linear, Sequence) and all(isinstance(x, Sequence) for x in linear)
+    if not are_lists or not all(isinstance(name, str) for x in linear for name in x):
+        raise ArgumentError(
+            f"linear={linear!r}: expected the name of an argument, or a list of names and of "
+            "tuples of names"
+        )
+
+
+def _is_ours(schema: torch.FunctionSchema) -> bool:
+    """Return whether the operator has a rule that no user has given."""
+    row = ROWS.get(schema.name)
+    if row is not None:
+        return not isinstance(getattr(row.factors, "__self__", None), _Signature)
+    # One row covers all pointwise operators of PyTorch; a user's own may say so of itself and have
+    # a rule all the same.
+    namespace, name = schema.name.split("::")
+    packet = getattr(getattr(torch.ops, namespace), name)
+    tags = getattr(packet, schema.overload_name or "default").tags
+    return namespace == "aten" and torch.Tag.pointwise in tags
 
 
 def _schema(op: Any) -> torch.FunctionSchema:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import singledispatch
 from pathlib import Path
 from typing import Any
@@ -67,13 +68,19 @@ def _(value: Any, example_inputs: ExampleInputs | None) -> Snapshot:
 
 @snapshot_of.register
 def _(value: str, example_inputs: ExampleInputs | None) -> Snapshot:
+    # Generated code has many lines: a single line is the path of a file.
+    if value and "\n" not in value:
+        return snapshot_of(Path(value), example_inputs)
     return Snapshot("code", code_graphs(value))
 
 
 @snapshot_of.register
 def _(value: Path, example_inputs: ExampleInputs | None) -> Snapshot:
-    if not value.is_file():
-        raise ArgumentError(f"cannot compare {value}: there is no such file")
+    if not os.path.isfile(value):  # Path.is_file raises OSError if the name is too long
+        raise ArgumentError(
+            f"cannot compare '{value}': there is no such file; expected its path, or generated "
+            "code as text, such as module.code"
+        )
     return Snapshot(value.name, code_graphs(value.read_text(encoding="utf-8")))
 
 

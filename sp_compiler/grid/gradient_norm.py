@@ -69,7 +69,7 @@ def clip_grad_norm_(
             would miss them.
         RuntimeError: with ``error_if_nonfinite``, the norm is infinite or NaN.
     """
-    max_norm, norm_type = float(max_norm), float(norm_type)
+    max_norm, norm_type = _number("max_norm", max_norm), _number("norm_type", norm_type)
     # Before the first collective, so that all ranks raise the error and none waits.
     _check(module, max_norm, norm_type)
     refuse_pending("clip_grad_norm_()", module.parameters())
@@ -98,6 +98,13 @@ def clip_grad_norm_(
             for part in parts:
                 part.mul_(factor)
     return total
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ArgumentError(f"{name}={value!r}: expected a number") from None
 
 
 def _check(module: Any, max_norm: float, norm_type: float) -> None:

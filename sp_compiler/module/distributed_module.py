@@ -128,6 +128,8 @@ class DistributedModule(Inspection, Weights):
             with COMPILING:  # otherwise it may be the capture of another thread
                 if torch.compiler.is_exporting():
                     raise UnsupportedError(_NO_EXPORT)
+        if torch.jit.is_tracing():
+            self.__prepare_scriptable__()
         if not self._sp_state.layout.calls_root:
             raise UnsupportedError(_NO_CALL)
         if self._sp_state.fsdp_options is not None:

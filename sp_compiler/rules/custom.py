@@ -71,10 +71,10 @@ def rule(
             than in ``text``, or dims with one letter have different sizes.
     """
     schema = _schema(op)
+    _check_texts(text, whole, linear)
     signature = _Signature.parse(schema, text, whole, linear)
     # A user's rule may be corrected in a notebook; other passes rely on the built-in ones.
-    known = ROWS.get(schema.name)
-    if known is not None and not isinstance(getattr(known.factors, "__self__", None), _Signature):
+    if _is_built_in(schema):
         raise ArgumentError(
             f"op={schema.name!r} already has a built-in sharding rule, which cannot be replaced; "
             "drop this call, or move the part to be sharded differently into a custom operator "
@@ -92,6 +92,32 @@ def user_rule(op: str) -> tuple[tuple[str, str], dict[str, Any]] | None:
         return None
     options = {"whole": "".join(sorted(signature.whole)), "linear": signature.linear}
     return (op, signature.text), options
+
+
+def _check_texts(text: Any, whole: Any, linear: Any) -> None:
+    for name, value, example in (("text", text, "...h, h -> ...h"), ("whole", whole, "h")):
+        if not isinstance(value, str):
+            raise ArgumentError(f"{name}={value!r}: expected a str such as {example!r}")
+    # A str is a sequence of strs.
+    are_lists = isinstance(linear, Sequence) and all(isinstance(x, Sequence) for x in linear)
+    if not are_lists or not all(isinstance(name, str) for x in linear for name in x):
+        raise ArgumentError(
+            f"linear={linear!r}: expected the name of an argument, or a list of names "
+            "and tuples of names"
+        )
+
+
+def _is_built_in(schema: torch.FunctionSchema) -> bool:
+    """Return whether the operator has a rule that is not a user's."""
+    row = ROWS.get(schema.name)
+    if row is not None:
+        return not isinstance(getattr(row.factors, "__self__", None), _Signature)
+    # One row covers all pointwise operators of PyTorch. A custom operator may have the tag and a
+    # rule of its own.
+    namespace, name = schema.name.split("::")
+    packet = getattr(getattr(torch.ops, namespace), name)
+    tags = getattr(packet, schema.overload_name or "default").tags
+    return namespace == "aten" and torch.Tag.pointwise in tags
 
 
 def _schema(op: Any) -> torch.FunctionSchema:

@@ -83,7 +83,10 @@ def test_an_edit_is_what_differs(tmp_path: Path) -> None:
 def test_what_is_no_generated_code(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"line 2: "):
         diff(CODE, "x = 1\ny = = 2")
-    with pytest.raises(ArgumentError, match=r"'model\.pt'.*such as module\.code"):
-        diff(CODE, "model.pt\n".strip())
+    for text in ("model.pt", "/nowhere/code.py", 300 * "x"):
+        with pytest.raises(ArgumentError, match=rf"'{text}': .*no such file.*such as module\.code"):
+            diff(CODE, text)
+    with pytest.raises(ArgumentError, match=r"the text 'x = 1\\n': expected generated code"):
+        diff(CODE, "x = 1\n")
     with pytest.raises(ArgumentError, match=r"no such file"):
         diff(CODE, tmp_path / "none.py")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -90,9 +91,18 @@ def test_what_is_no_number() -> None:
     assert sp_compiler.clip_grad_norm_(model, 1.0).isinf()
 
 
-@pytest.mark.parametrize(("max_norm", "p"), [(-1.0, 2.0), (1.0, 0.0), (1.0, float("nan"))])
-def test_arguments(max_norm: float, p: float) -> None:
-    with pytest.raises(ArgumentError, match="expected"):
+@pytest.mark.parametrize(
+    ("max_norm", "p", "message"),
+    [
+        (-1.0, 2.0, "max_norm=-1.0: expected 0 or more"),
+        (1.0, 0.0, "norm_type=0.0: expected a positive"),
+        (1.0, float("nan"), "norm_type=nan: expected a positive"),
+        (None, 2.0, "max_norm=None: expected a number"),
+        (1.0, "two", "norm_type='two': expected a number"),
+    ],
+)
+def test_arguments(max_norm: Any, p: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
         sp_compiler.clip_grad_norm_(nn.Linear(2, 2), max_norm, p)
 
 

@@ -47,6 +47,8 @@ def test_errors_before_and_around_compilation() -> None:
         pickle.dumps(module)
     with pytest.raises(UnsupportedError, match=r"TorchScript.*before its compilation"):
         torch.jit.script(module)
+    with pytest.raises(UnsupportedError, match=r"TorchScript.*before its compilation"):
+        torch.jit.trace(module, (handmade_input(),))
     with pytest.raises(UnsupportedError, match="cannot be called alone"):
         module.blocks[0](handmade_input())
     with pytest.raises(UnsupportedError, match="cannot be called alone"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -56,3 +57,9 @@ def test_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(ArgumentError, match=r"RANK.*start the processes with torchrun"):
         sp_compiler.fresh_store()
+
+
+@pytest.mark.parametrize("timeout", ["soon", None, 0, -1.0, float("nan"), float("inf")])
+def test_a_wait_that_is_no_number(timeout: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"timeout=.*: expected a positive number of seconds"):
+        sp_compiler.fresh_store(timeout)

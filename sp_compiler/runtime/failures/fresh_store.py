@@ -12,6 +12,7 @@ The ranks of this start therefore agree on a new name, and use it as a prefix.
 from __future__ import annotations
 
 import json
+import math
 import time
 import uuid
 from datetime import timedelta
@@ -39,9 +40,12 @@ def fresh_store(timeout: float = 300.0) -> dist.Store:
         timeout: seconds to wait for the other ranks.
 
     Raises:
-        ArgumentError: the environment variables that ``torchrun`` sets for a rank are missing.
+        ArgumentError: the environment variables that ``torchrun`` sets for a rank are missing, or
+            ``timeout`` is not a positive number.
         RankMismatchError: not all ranks called it in time.
     """
+    if not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
+        raise ArgumentError(f"timeout={timeout!r}: expected a positive number of seconds")
     try:
         store, rank, world_size = next(
             dist.rendezvous("env://", timeout=timedelta(seconds=timeout))

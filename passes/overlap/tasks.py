@@ -17,6 +17,8 @@ from sp_compiler.cost.memory import (
     owned_bytes,
     run_bytes,
     scratch_bytes,
+    sent_copy_bytes,
+    start_bytes,
 )
 from sp_compiler.cost.node_cost import collectives_us, compute_us, node_collectives
 from sp_compiler.ir.fx import arguments, mutates
@@ -104,8 +106,9 @@ class _Facts(NamedTuple):
         before: operators whose results it reads.
         reads: for each operand, the nodes that may own its storage.
         made: nodes whose storages it makes and that count.
+        copy_bytes: bytes of a copy that it sends, and holds until it has arrived.
         arrival_bytes: bytes that it allocates only when it has arrived.
-        run_bytes: all other bytes that it allocates.
+        run_bytes: all bytes that it allocates before, ``copy_bytes`` included.
         kernel: number of the fused kernel that it is part of.
         is_awaited: whether it is a collective, followed by a task that waits for it.
         draws: whether it draws random numbers.
@@ -117,6 +120,7 @@ class _Facts(NamedTuple):
     made: Sequence[Node]
     time_us: float
     link_us: float
+    copy_bytes: int
     arrival_bytes: int
     run_bytes: int
     kernel: int | None
@@ -161,7 +165,6 @@ class _FactsOfNodes:
         if collectives:
             world_size = arguments(node)["world_size"]
             link_us = collectives_us(collectives, world_size, self._hardware)
-        later_bytes = arrival_bytes(node)
         needed_bytes = scratch_bytes(node) if in_place else run_bytes(node, self._ignored)
         return _Facts(
             before=tuple(_operators_before(node)),
@@ -169,8 +172,9 @@ class _FactsOfNodes:
             made=[storage for storage in made if storage not in self._ignored],
             time_us=compute_us(node, self._hardware, self._traffic),
             link_us=link_us,
-            arrival_bytes=later_bytes,
-            run_bytes=needed_bytes - later_bytes,
+            copy_bytes=sent_copy_bytes(node),
+            arrival_bytes=arrival_bytes(node),
+            run_bytes=needed_bytes - scratch_bytes(node) + start_bytes(node),
             kernel=self._kernels.get(node),
             is_awaited=collective_of(node) is not None,
             draws=draws(node),
@@ -251,7 +255,11 @@ class _Builder:
         needs.extend(self._effects_before(facts, position))
         needs.extend(self._handed)
         makes = tuple(map(self._new_storage, facts.made))
-        reads = tuple(self._storages_of(facts.reads))
+        reads = sent = tuple(self._storages_of(facts.reads))
+        if facts.copy_bytes:
+            sent = (len(self._storage_bytes),)
+            self._storage_bytes.append(facts.copy_bytes)
+            makes += sent
         task = Task(
             needs=tuple(dict.fromkeys(needs)),
             time_us=facts.time_us,
@@ -262,11 +270,11 @@ class _Builder:
         )
         self._append(task, node, facts.kernel)
         if facts.is_awaited:
-            # The wait reads the operands too: they must live until the collective has ended.
+            # The wait reads what is sent too: it must live until the collective has ended.
             wait = Task(
                 needs=(position,),
                 waits_for=position,
-                reads=reads,
+                reads=sent,
                 run_bytes=facts.arrival_bytes,
             )
             self._append(wait, node)

@@ -26,7 +26,7 @@ from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
 from sp_compiler.codegen.idioms import Idioms
-from sp_compiler.cost.memory import scratch_bytes
+from sp_compiler.cost.memory import arrival_bytes, scratch_bytes, sent_copy_bytes, start_bytes
 from sp_compiler.ir.fx import tensor_operands
 from sp_compiler.ir.op_traits import (
     COPIES,
@@ -38,6 +38,7 @@ from sp_compiler.ir.op_traits import (
     is_handed,
     is_part,
     is_pure_view,
+    is_started,
     is_tagged_pointwise,
     is_view,
     is_wait,
@@ -258,14 +259,7 @@ class _Storages:
         # All that does not change from one nesting to the next is looked up once: peaks are needed
         # for every value that might be nested.
         bases = {each: base(each) for node in nodes for each in (node, *node.all_input_nodes)}
-        self._needs = {
-            node: (
-                _bytes(node.meta["val"]) + example_number(scratch_bytes(node)),
-                _kept_bytes(node),
-            )
-            for node in nodes
-            if bases[node] is node
-        }
+        self._needs = {node: _needs(node) for node in nodes if bases[node] is node or is_wait(node)}
         holders: dict[Node, list[Node]] = {}
         users: dict[Node, list[Node]] = {}
         # Values handed over by another function are freed after their last use, like values that
@@ -283,7 +277,8 @@ class _Storages:
         for node in nodes:
             for used in {bases[used]: None for used in (node, *node.all_input_nodes)}:
                 users.setdefault(used, []).append(node)
-            if is_wait(node):  # until it has arrived, a collective holds what it sends
+            # Until it has arrived, a collective holds what it sends, if that is no copy.
+            if is_wait(node) and not sent_copy_bytes(node.all_input_nodes[0]):
                 for sent in node.all_input_nodes[0].all_input_nodes:
                     users.setdefault(base(sent), []).append(node)
         # Bytes, whether it is handed over, the statements that hold it, and those that use it.
@@ -296,6 +291,10 @@ class _Storages:
             )
             for owner, of_owner in holders.items()
         ]
+        for node in filter(is_wait, nodes):
+            start = node.all_input_nodes[0]
+            if copy_bytes := example_number(sent_copy_bytes(start)):
+                self._freed.append((copy_bytes, False, [start], [start, node]))
 
     def limits(self, statements: Sequence[Node], held: Mapping[Node, _Held]) -> dict[Node, int]:
         """Return the bytes that each statement may hold without raising the peak of the function.
@@ -365,6 +364,17 @@ class _Storages:
 
 def _statement_of(node: Node) -> Node:
     return node.args[0] if is_named_part(node) else node
+
+
+def _needs(node: Node) -> tuple[int, int]:
+    """Return the bytes that a call allocates while it runs, and those of them that outlive it."""
+    if is_wait(node):
+        return example_number(arrival_bytes(node.all_input_nodes[0])), 0
+    during_bytes, after_bytes = scratch_bytes(node), 0
+    if is_started(node):
+        during_bytes, after_bytes = start_bytes(node), sent_copy_bytes(node)
+    made_bytes, kept_bytes = _bytes(node.meta["val"]), _kept_bytes(node)
+    return made_bytes + example_number(during_bytes), kept_bytes + example_number(after_bytes)
 
 
 def _kept_bytes(node: Node) -> int:

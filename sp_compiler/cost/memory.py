@@ -22,6 +22,7 @@ from sp_compiler.ir.op_traits import (
     is_started,
     is_wait,
 )
+from sp_compiler.ops.convert import copied_to_send_bytes, joined_bytes
 from sp_compiler.ops.registry import operator_of
 
 
@@ -59,7 +60,7 @@ def _function_peak(graph: Graph, ignored: Iterable[Node] = ()) -> int:
     calls = [node for node in graph.nodes if node.op == "call_function"]
     last_use: dict[Node, int] = {}
     for position, node in enumerate(calls):
-        if is_wait(node):
+        if is_wait(node) and not sent_copy_bytes(node.all_input_nodes[0]):
             # A collective holds what it sends until it is complete.
             last_use[base(node.all_input_nodes[0].all_input_nodes[0])] = position
         # Also the node itself: a result that nobody reads dies where it is made.
@@ -74,11 +75,13 @@ def _function_peak(graph: Graph, ignored: Iterable[Node] = ()) -> int:
     for position, node in enumerate(calls):
         # A view allocates nothing, and a part was counted with the operator that made it.
         if base(node) is node and not is_part(node):
-            later_bytes = arrival_bytes(node) if is_started(node) else 0
+            later_bytes = scratch_bytes(node) - start_bytes(node) if is_started(node) else 0
             peak = max(peak, live + run_bytes(node, skipped) - later_bytes)
             live += sum(owned_bytes(made) for made in made_storages(node) if made not in skipped)
+            live += sent_copy_bytes(node) if is_started(node) else 0
         elif is_wait(node):
             peak = max(peak, live + arrival_bytes(node.all_input_nodes[0]))
+            live -= sent_copy_bytes(node.all_input_nodes[0])
         # After the call: its operands live while it runs.
         live -= sum(owned_bytes(storage) for storage in dying.get(position, ()))
     return peak
@@ -103,9 +106,23 @@ def scratch_bytes(node: Node) -> int:
     return 0 if ours is None else ours.scratch_bytes(arguments(node), node.meta["val"])
 
 
+def start_bytes(node: Node) -> int:
+    """Return the scratch bytes that an operator allocates when it starts: of a gather only the copy
+    that it sends, of other operators all."""
+    return sent_copy_bytes(node) if collective_of(node) == "all_gather" else scratch_bytes(node)
+
+
+def sent_copy_bytes(node: Node) -> int:
+    """Return the bytes of the copy that a collective sends instead of its operand, and holds until
+    it has arrived."""
+    if collective_of(node) is None:
+        return 0
+    return copied_to_send_bytes(arguments(node), node.meta["val"])
+
+
 def arrival_bytes(node: Node) -> int:
     """Return the scratch bytes that a collective allocates only when it has arrived."""
-    return scratch_bytes(node) if collective_of(node) == "all_gather" else 0
+    return 0 if collective_of(node) is None else joined_bytes(arguments(node))
 
 
 def made_storages(node: Node) -> list[Node]:

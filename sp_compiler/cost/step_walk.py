@@ -258,7 +258,6 @@ class StepWalk:
                 yield from self._accumulate(ref, storage, grad.meta["val"])
             elif storage is not None and ref.kind == "param":
                 if placement.kind == "R" and self._world_size > 1:
-                    yield self._hold([storage])  # until all are reduced, at the end of backward
                     self._replicated[ref.name] = grad.meta["val"]
                 yield from self._collect(ref.name, storage)
         # Only now: during the backward all that it was given is live.
@@ -328,9 +327,11 @@ class StepWalk:
         ]
 
     def _collect(self, name: str, part: Storage) -> Iterator[Event]:
-        """Add a part of the gradient of a parameter; the last sum is the gradient itself."""
+        """Add a part of a parameter's gradient; a replicated sum then waits to be reduced."""
         self._parts_to_come[name] -= 1
         before, is_last = self._partial.pop(name, None), not self._parts_to_come[name]
+        if is_last and name in self._replicated:
+            yield self._hold([part])
         # From only one call: the part is the gradient, which is not an activation.
         if before is None and is_last:
             return

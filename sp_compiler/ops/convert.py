@@ -131,23 +131,51 @@ def _copied_bytes(args: Arguments, result: Tensor) -> int:
     """Bytes of the copies that a kernel makes on the way: the parts of all ranks before they are
     joined or after they are cut, with their padding, or a part before it is copied."""
     source, target = _placements(args)
-    conversion = conversion_between(source, target)
-    method = "" if conversion is None else conversion.method
-    if method in ("all_gather", "zero_pad_to_partial"):
+    method, num_ranks = _method(args), args["world_size"]
+    if method == "all_gather":  # the copy that was sent is freed before parts are joined
+        return joined_bytes(args) or copied_to_send_bytes(args, result)
+    if method == "zero_pad_to_partial":
         # Rows need no copy: the parts are in rank order already.
-        is_copied = source.dim if method == "all_gather" else source.padding(args["world_size"])
-        is_copied = is_copied or len(source.segments) > 1
-        return bytes_of(args["x"].meta["val"]) * args["world_size"] if is_copied else 0
-    is_segmented, is_padded = len(target.segments) > 1, bool(target.padding(args["world_size"]))
-    padded_bytes = bytes_of(result) * args["world_size"]
+        is_copied = source.padding(num_ranks) or len(source.segments) > 1
+        return bytes_of(args["x"].meta["val"]) * num_ranks if is_copied else 0
+    is_segmented, is_padded = len(target.segments) > 1, bool(target.padding(num_ranks))
+    padded_bytes = bytes_of(result) * num_ranks
     if method == "reduce_scatter":
         # One copy moves the dim to the front, one sorts the segments by rank, one pads. Each is
         # made from the one before, which is then freed: two at a time, before there is a result.
         copies = bool(target.dim) + is_segmented + is_padded
-        return copies * padded_bytes if copies < 2 else 2 * padded_bytes - bytes_of(result)
+        copied_bytes = 2 * padded_bytes - bytes_of(result)
+        return copied_bytes if copies > 1 else copied_to_send_bytes(args, result)
     if method == "shard":
         return padded_bytes if is_padded else is_segmented * bytes_of(result)
     return 0
+
+
+def copied_to_send_bytes(args: Arguments, result: Tensor) -> int:
+    """Return the bytes of the copy that a collective sends, and holds until it has arrived, if the
+    operand is not laid out as it is sent."""
+    _, target = _placements(args)
+    method, num_ranks, x = _method(args), args["world_size"], args["x"].meta["val"]
+    if method == "all_gather":
+        return 0 if x.is_contiguous() else bytes_of(x)
+    if method != "reduce_scatter":
+        return 0
+    is_rows = not (target.dim or len(target.segments) > 1 or target.padding(num_ranks))
+    return 0 if is_rows and x.is_contiguous() else bytes_of(result) * num_ranks
+
+
+def joined_bytes(args: Arguments) -> int:
+    """Return the bytes of the parts that a gather has received, before they are joined."""
+    source, _ = _placements(args)
+    # Rows need no copy: the parts are in rank order already.
+    is_copied = source.dim or len(source.segments) > 1
+    x, num_ranks = args["x"].meta["val"], args["world_size"]
+    return bytes_of(x) * num_ranks if _method(args) == "all_gather" and is_copied else 0
+
+
+def _method(args: Arguments) -> str:
+    conversion = conversion_between(*_placements(args))
+    return "" if conversion is None else conversion.method
 
 
 _SCHEMA = "(Tensor x, str src, str dst, SymInt world_size) -> Tensor"

@@ -76,3 +76,35 @@ def test_a_started_gather_copies_when_it_has_arrived() -> None:
     meanwhile = b.call(aten.exp.default, other)
     graph = b.output(b.call(wait, full, 2), meanwhile)
     assert backward_peak_bytes(graph, set()) == HALF + FULL + 100 * 6 * 4 + FULL
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "shape", "sent", "result"),
+    [
+        ("P", "S(1)", (6, 8), FULL, HALF),
+        ("P", "S(1|4,4)", (6, 8), FULL, HALF),
+        ("P", "S(0)", (8, 6), FULL, HALF),  # a transposed one
+        ("S(0)", "R", (8, 6), FULL, 2 * FULL),
+    ],
+)
+def test_a_started_collective_holds_the_copy_that_it_sends(
+    source: str, target: str, shape: tuple[int, ...], sent: int, result: int
+) -> None:
+    """Until it has arrived, beside its operand if that is read later."""
+    b = GraphBuilder()
+    other = b.input("other", 100, 6)
+    made = b.call(aten.exp.default, b.input("x", *reversed(shape)))
+    part = b.call(convert, b.call(aten.t.default, made), source, target, 2)
+    meanwhile = b.call(aten.exp.default, other)
+    arrived = b.call(wait, part, 2)
+    graph = b.output(arrived, meanwhile, b.call(aten.exp.default, made))
+    assert backward_peak_bytes(graph, set()) == FULL + sent + result + 100 * 6 * 4
+
+
+def test_a_started_collective_does_not_hold_what_it_has_copied() -> None:
+    b = GraphBuilder()
+    made = b.call(aten.exp.default, b.input("x", 8, 6))
+    part = b.call(convert, made, "P", "S(1)", 2)
+    meanwhile = b.call(aten.exp.default, b.input("other", 100, 6))
+    graph = b.output(b.call(wait, part, 2), meanwhile)
+    assert backward_peak_bytes(graph, set()) == FULL + HALF + 100 * 6 * 4

@@ -233,6 +233,21 @@ def test_room_beside_the_block_is_used_and_not_more() -> None:
         assert backward_peak_bytes(found, OWN) == peak
 
 
+def test_a_copy_that_is_sent_does_not_raise_the_peak() -> None:
+    """Columns are copied to be scattered; the copy is there while ``wide`` is computed."""
+    for columns in range(1, 40):
+        b = Builder()
+        x, w = b.input("x", 8, columns), b.input("w", columns, 2)
+        first = b.call(aten.exp.default, b.input("z", 8, 24))
+        full = b.mm(first, b.input("p", 24, 4), "full")
+        part = b.call(convert, full, "P", "S(1)", WORLD)
+        again = b.mm(b.call(aten.exp.default, x, name="wide"), w, "again")
+        graph = b.output(b.call(aten.mul.Tensor, part, again), b.call(aten.exp.default, full))
+        found = overlapped(graph)
+        assert backward_peak_bytes(found, ()) <= backward_peak_bytes(graph, ())
+        assert columns > 8 or any(map(is_wait, found.nodes))  # few columns fit
+
+
 @pytest.mark.parametrize("effect", ["draws", "writes"])
 def test_effects_keep_their_order(effect: str) -> None:
     """Without one, ``second`` would run while the gather is on its way."""

@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 
 from benchmarks.measure import PeakRecorder
+from benchmarks.memory_check import measure
 from sp_compiler.api import plan
 from sp_compiler.cost.step_memory import step_memory
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.runtime.executor import Executor
+from tests.helpers.fake_group import fake_group
 from tests.helpers.parity import SEED, Case, case, compiled, make_case
 from tests.helpers.torch_versions import FAKES_HALVE_LOG_SUM_EXP
 
@@ -79,6 +81,18 @@ def test_planned_peak_where_some_calls_of_a_block_share_parameters() -> None:
     for accumulates in (False, True):
         planned = step_memory(program, accumulates=accumulates).peak_bytes
         assert _measured_peak(found, program, accumulates=accumulates) == planned
+
+
+def test_the_sum_of_a_replicated_gradient_is_there_until_it_is_reduced() -> None:
+    """And not also the parts of it, one of each call of the layer that runs twice."""
+    torch.manual_seed(0)
+    hints = {"layers.*.up": Replicate(), "layers.*.down": Replicate()}
+    inputs = {"x": torch.randn(2, 4, 16, dtype=torch.float64)}
+    found = make_case(_Again().double(), inputs, hints=hints)
+    program = compiled(found, tp=2, hints=hints, overlap=False)
+    memory = step_memory(program)
+    with fake_group(2):
+        assert measure(found, program) == (memory.kept_bytes, memory.peak_bytes)
 
 
 class _Teacher(_Again):

@@ -67,7 +67,7 @@ def _require_placement(
     ref, wanted = call.args[position], call.region.input_placements[position]
     if ref.kind == "call":
         source = program.calls[ref.index].region.output_placements[ref.output]
-        # Their gradients differ, where there are any.
+        # R and I differ only in their gradients, if there are any.
         needs_gradient = node.meta.get("requires_grad")
         possible = {source} if needs_gradient or source.kind not in "RI" else {R, I}
     elif ref.kind == "param":
@@ -91,7 +91,7 @@ def _require_same(what: str, program: Program, new: Mapping[Any, Any], old: Any)
 
 
 def _is_again(program: Program, ref: Any, true: Any) -> bool:
-    """Return whether ``ref`` is the value ``true``, placed again for the user."""
+    """Return whether ``ref`` is the value ``true``, in the placement that the user gets."""
     if not isinstance(ref, Ref) or not isinstance(true, Ref) or ref.kind != "call":
         return False
     call = program.calls[ref.index]

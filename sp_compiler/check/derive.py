@@ -37,9 +37,9 @@ aten = torch.ops.aten
 Results = tuple[Placement, ...]
 """Placements of all results of one operator."""
 
-# The gradient of a sum is expanded to the size of the dim that was summed. Where each rank has one
-# element of that dim, that is no expansion at all: a replicated value with a new dim of size 1 is
-# then a row of copies, one per rank.
+# The gradient of a sum is expanded to the size of the dim that was summed. If each rank has one
+# element of that dim, nothing is expanded: a replicated value with a new dim of size 1 is then a
+# row of copies, one per rank.
 _MAKE_DIMS = (aten.unsqueeze.default, aten.reshape.default, aten.view.default)
 _EXPANDS = (aten.expand.default, aten.broadcast_to.default)
 
@@ -63,26 +63,26 @@ def derive(node: Node, operands: Sequence[Placement], world_size: int) -> list[R
         if writes(node):
             declared = [*declared, *_in_segments(declared, operands)]
         return _matching(declared, operands, num_results, world_size)
-    # Each rank draws numbers of its own: nothing true can be said of them.
+    # Each rank draws different random numbers: no placement describes them.
     if draws(node):
         return []
     replicated = all(placement == R for placement in operands)
-    # The same operator on the same numbers gives the same result on every rank, rule or no rule.
+    # Equal operands give the same result on every rank, whether or not there is a rule.
     possible = [(R,) * num_results] if replicated else []
     if replicated and node.target in _MAKE_DIMS:
         (shape,) = local_shapes(node)
         possible += [(S(dim),) for dim, size in enumerate(shape or ()) if size == 1]
-    # Only an expansion makes shards of replicated values: the rules are not asked for others.
+    # Only an expansion makes shards from replicated values: rules are not asked about others.
     if not replicated or node.target in _EXPANDS:
         possible += _sharded(node, operands, world_size)
-    # Without segments first: where a plain shard explains the node, nothing more is claimed of it.
+    # Without segments first: if a plain shard explains the node, segments are not considered.
     return sorted(
         dict.fromkeys(possible), key=lambda results: sum(len(p.segments) for p in results)
     )
 
 
 def declared_strategies(node: Node, world_size: int) -> list[Strategy] | None:
-    """Return all strategies of one of our own operators; ``None`` for any other.
+    """Return all strategies of one of the compiler's operators; ``None`` for any other.
 
     The typings of our operators are trusted, and verified by numeric tests of each operator. An
     empty list means that the arguments contradict each other.
@@ -124,20 +124,20 @@ def allowed(node: Node, operands: Sequence[Placement], world_size: int) -> list[
 
 
 def _constant(node: Node) -> list[Results]:
-    """Every placement of a tensor that is filled with one number."""
+    """Return every placement of a tensor that is filled with one number."""
     (shape,) = local_shapes(node)
     value = FILLED[node.target]
     value = arguments(node)[value] if isinstance(value, str) else value
-    # Any part of a tensor of one number looks like any other. Zeros alone are also the summands of
-    # a sum that is the same number again.
+    # All parts of a tensor of one number are equal. Only zeros are also the summands of a sum that
+    # is the same number.
     shards = [(S(dim),) for dim in range(len(shape or ()))]
     return [(R,), *shards, *([(P,)] if value == 0 else [])]
 
 
 def _sharded(node: Node, operands: Sequence[Placement], world_size: int) -> list[Results]:
     """Return the placements that the rule table derives, confirmed by the sizes on this rank."""
-    # A rule may offer what these sizes contradict: of several global shapes only one is meant, the
-    # one whose parts have the sizes of this rank's results.
+    # A rule may offer strategies that these sizes contradict: of several possible global shapes,
+    # the right one has parts with the sizes of this rank's results.
     local = local_shapes(node)
     confirmed: list[Results] = []
     for shadow, shapes in _shadows(node, operands, world_size):
@@ -202,16 +202,16 @@ def _offered(shadow: Node, operands: Sequence[Placement], world_size: int) -> li
     """Return all strategies that the rule allows for ``shadow``, not only those worth offering."""
     try:
         rule = rule_for(shadow)
-    except (ArgumentError, RuntimeError):  # these shapes do not go together
+    except (ArgumentError, RuntimeError):  # incompatible shapes
         return []
     if rule is None:
         return []
-    # A claim of sharding's serves as a question here: its segments are tried, not believed. They
-    # are known from nowhere else where only the result has the dim.
+    # The placement that sharding declared is tried here, not believed. Its segments are known from
+    # nowhere else if only the result has the dim.
     claim = as_value(shadow.meta.get("placement", R), world_size)
     cuts = dict.fromkeys(Segmentation(p.segments) for p in (*operands, claim) if p.segments)
-    # Everything may be sharded, and nothing is in rows: a check asks what is right, not what is
-    # sensible, and of graphs in which rows have become S(0).
+    # Every dim may be sharded, and rows form has become S(0) by now: the check asks what is
+    # correct, not what is worthwhile.
     offers = Offers(
         world_size=world_size,
         shardable=lambda factor: True,
@@ -221,7 +221,7 @@ def _offered(shadow: Node, operands: Sequence[Placement], world_size: int) -> li
         sequence_parallel=False,
     )
     offered = strategies(rule, len(rule.operands), len(rule.results), offers)
-    # The other lowerings are other operators by now, with types of their own.
+    # The other lowerings have become other operators, which have their own types.
     offered = [strategy for strategy in offered if strategy.lowering == "itself"]
     cut_again = [*_reshaped_segments(shadow, operands, offers), *_merged_segments(shadow, operands)]
     return [*offered, *_concatenated(shadow, world_size), *cut_again]
@@ -230,11 +230,11 @@ def _offered(shadow: Node, operands: Sequence[Placement], world_size: int) -> li
 def _reshaped_segments(
     shadow: Node, operands: Sequence[Placement], offers: Offers
 ) -> list[Strategy]:
-    """A reshape of a dim in equal segments, which are rows of an outer factor::
+    """Return a reshape of a dim in equal segments, which are rows of an outer factor::
 
         (b h s, d) S(0|hs,hs) -> (b h, s, d) S(0|h,h)    for b = 2
 
-    The rule takes ``b h`` for one factor where neither shape has ``b`` alone.
+    The rule treats ``b h`` as one factor if neither shape has ``b`` alone.
     """
     is_reshape = shadow.target in (*RESHAPES, aten._unsafe_view.default)
     if not is_reshape or len(set(operands[0].segments)) != 1:
@@ -249,7 +249,7 @@ def _reshaped_segments(
 
 
 def _merged_segments(shadow: Node, operands: Sequence[Placement]) -> list[Strategy]:
-    """A reshape that merges the dims behind a dim in segments, which may differ, into it::
+    """Return the strategies of a reshape that merges later dims into a dim in any segments::
 
     (b, s, h, d) S(2|4,2,2) -> (b, s, h d) S(2|4d,2d,2d)
     """
@@ -269,7 +269,7 @@ def _merged_segments(shadow: Node, operands: Sequence[Placement]) -> list[Strate
 
 def _concatenated(shadow: Node, world_size: int) -> list[Strategy]:
     """Concatenation along the sharded dim, whose result has a segment per part."""
-    # The rule blocks this dim: factors know no result whose segments are its operands.
+    # The rule blocks this dim: factors cannot express a result whose segments are the operands.
     if shadow.target is not aten.cat.default:
         return []
     dim = arguments(shadow)["dim"] % shadow.meta["val"].dim()
@@ -295,13 +295,13 @@ def _matching(
 
 
 def _valued(strategy: Strategy, world_size: int) -> Strategy:
-    """Return ``strategy`` with R in place of I: only placements of values are derived here."""
+    """Return ``strategy`` with R instead of I: only placements of values are derived here."""
     operands = tuple(as_value(placement, world_size) for placement in strategy.operands)
     return Strategy(operands, tuple(as_value(result, world_size) for result in strategy.results))
 
 
 def _part(shape: Shape, placement: Placement, world_size: int) -> Shape | None:
-    # No part at all where the shape does not divide: the placement is none of this value's.
+    # There are no parts if the shape is not divisible: the value cannot have this placement.
     try:
         return placement.local_shape(shape, world_size)
     except (ValueError, IndexError):

@@ -66,7 +66,7 @@ def check_partitioned(
     outputs = results[: partitioned.num_outputs]
     for index, (node, placement) in enumerate(zip(outputs, region.output_placements, strict=True)):
         _require(node, types, placement, f"output {index} of {region.name}", world_size)
-    # All readings of a saved value go on: which one is meant may show in backward only.
+    # All possible placements of a saved value are kept: only backward may tell which is right.
     saved = [types[node] for node in results[partitioned.num_outputs :]]
     if partitioned.backward is not None:
         _check_backward(region, partitioned.backward, tangent_outputs, saved, world_size, report)
@@ -91,7 +91,7 @@ def _check_ahead(
     placeholders = ahead.recompute.find_nodes(op="placeholder")
     types: Types = dict(zip(placeholders, saved, strict=True))
     _walk(ahead.recompute, types, world_size, report)
-    # As what is saved for backward: all readings of a value go on.
+    # As for values saved for backward: all possible placements are kept.
     given = [types[node] for node in ahead.recompute.output_node().args[0]]
     of_call = [*saved, *given]
     _check_backward(region, ahead.rest, tangent_outputs, of_call, world_size, report)
@@ -104,8 +104,7 @@ def _check_ahead(
 def _require_same(
     types: Types, handed: Sequence[Node], given: Sequence[list[Results]], what: str
 ) -> None:
-    """Raise an error if a function hands over other placements than the next has been checked
-    with."""
+    """Raise an error if a function passes on other placements than the next was checked with."""
     for node, wanted in zip(handed, given, strict=True):
         if types[node] != wanted:
             got, expected = (each[0][0] for each in (types[node], wanted))
@@ -123,7 +122,7 @@ def _check_split(
 ) -> None:
     types = _check_backward(region, split.inputs, tangent_outputs, saved, world_size, report)
     handed = split.inputs.output_node().args[0][len(region.input_names) :]
-    # As what is saved for backward: all readings of a value go on.
+    # As for values saved for backward: all possible placements are kept.
     given = [types[node] for node in handed]
     _check_backward(region, split.weights, [], given, world_size, report)
     if split.both is None:
@@ -143,15 +142,15 @@ def _check_backward(
     report: CheckReport,
 ) -> Types:
     placeholders = graph.find_nodes(op="placeholder")
-    # Not strict: behind the saved values come the tangents.
+    # Not strict: the tangents follow the saved values.
     types: Types = dict(zip(placeholders, saved, strict=False))
     tangents = placeholders[len(saved) :]
     for node, index in zip(tangents, tangent_outputs, strict=True):
-        # The gradient of a replicated output is partial, of a partial one replicated.
+        # The gradient of a replicated output is partial; that of a partial output is replicated.
         types[node] = [(as_value(region.output_placements[index].dual, world_size),)]
     _walk(graph, types, world_size, report)
     grads = graph.output_node().args[0]
-    # Not strict: a function may also return what it hands over.
+    # Not strict: a function may also return values that it passes on.
     for name, placement, grad in zip(
         region.input_names, region.input_placements, grads, strict=False
     ):
@@ -178,7 +177,7 @@ def _walk(graph: Graph, types: Types, world_size: int, report: CheckReport) -> N
 
 
 def _require_unwritten(node: Node, written: dict[Node, Node]) -> None:
-    """Raise an error if ``node`` reads memory in which something else is written meanwhile.
+    """Raise an error if ``node`` reads memory that has been overwritten.
 
     Args:
         written: the last operator that wrote into the storage of each node; ``node`` is added.
@@ -231,20 +230,20 @@ def _derive(node: Node, types: Types, world_size: int) -> list[Results]:
 def _combinations(
     node: Node, operands: Sequence[Node], options: Sequence[Sequence[Placement]]
 ) -> Iterator[tuple[Placement, ...]]:
-    """Yield what the operands can be at once, one placement for each operand."""
+    """Yield the joint placements that the operands can have, one for each operand."""
     # A node that occurs twice has one placement: ``x * x`` with x read as S(0) and as R at once
     # would be neither.
     choices = dict(zip(operands, options, strict=True))
     joined: list[Node] = []
     if node.target in _JOINS:
-        # All but the empty vectors that ``cat`` ignores.
+        # Without the empty vectors, which ``cat`` ignores.
         joined = [each for each in choices if not same_shape(each.meta["val"].shape, (0,))]
     if not joined:
-        # Few of these nodes have more than one operand with more than one reading.
+        # Few nodes have several operands with several possible placements.
         yield from _products(operands, choices)
         return
-    # What is joined is placed alike: any other combination would be refused, and of all that a loop
-    # makes there are too many to try.
+    # Joined operands have the same placement: other combinations would be rejected, and a loop
+    # makes too many of them to try.
     for placement in choices[joined[0]]:
         if all(placement in choices[each] for each in joined):
             alike = {each: [placement] for each in joined}
@@ -272,7 +271,7 @@ def _refuse(
         for way in allowed(node, placements, world_size)
     ]
     message = f"{node.target} of {', '.join(got) or 'nothing'} would give wrong numbers"
-    # An operator of the user's has no rule until the user gives it one.
+    # A custom operator has no rule until the user registers one.
     if getattr(node.target, "namespace", "aten") not in ("aten", "sp_compiler"):
         name = node.target._schema.name
         message += f"; sp_compiler.rule('{name}', ...) says how it is split and where it is linear"
@@ -288,12 +287,12 @@ def _require_claim(node: Node, types: Types, world_size: int) -> None:
     if not kept:
         got = " or ".join(str(results[0]) for results in types[node])
         raise PlacementError(_PASS, f"{node.name} is declared {claim} but is {got}", node)
-    # The claim also decides between readings for everything that follows.
+    # The declared placement also decides among the possible ones for later nodes.
     types[node] = kept
 
 
 def _require(node: Node, types: Types, placement: Placement, what: str, world_size: int) -> None:
-    # One reading that agrees is enough: all of them describe the same numbers.
+    # One that agrees is enough: all of them describe the same values.
     wanted = as_value(placement, world_size)
     if all(results[0] != wanted for results in types[node]):
         got = " or ".join(str(results[0]) for results in types[node])

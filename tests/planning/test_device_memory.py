@@ -33,8 +33,8 @@ def test_auto_fills_what_the_state_leaves() -> None:
     state_bytes = most.total_bytes - most.activation_peak_bytes
     said = _refused(device_memory=state_bytes + 1, recompute="auto")
     assert "are parameters, gradients and AdamW's moments" in said
-    # What it says would do does, to the byte, and the rest of the plan agrees with the limit.
-    least = int(re.findall(r"would do is (\d+)", said)[0])
+    # The minimum that it names fits, to the byte, and the rest of the plan agrees with the limit.
+    least = int(re.findall(r"that fits is (\d+)", said)[0])
     smallest = _plan(device_memory=least, recompute="auto")
     assert smallest.total_bytes == least
     assert "Device memory of" in str(smallest)

@@ -46,8 +46,8 @@ def test_auto_fills_what_the_state_leaves() -> None:
     assert _plan(memory_budget=budget, recompute="auto").blocks == smallest.blocks
     largest = _plan(device_memory=2 * most.total_bytes, recompute="auto")
     assert largest.step_us <= smallest.step_us
-    assert any("larger budget" in note for note in largest.notes)
-    assert not any("larger budget" in note for note in smallest.notes)
+    assert any("larger memory budget" in note for note in largest.notes)
+    assert not any("larger memory budget" in note for note in smallest.notes)
 
 
 @pytest.mark.slow

@@ -332,13 +332,12 @@ class StepWalk:
         before, is_last = self._partial.pop(name, None), not self._parts_to_come[name]
         if is_last and name in self._replicated:
             yield self._hold([part])
-        # From only one call: the part is the gradient, which is not an activation.
-        if before is None and is_last:
+        if before is None:
+            if not is_last:  # the only part is the gradient itself, which is not an activation
+                self._partial[name] = part
+                yield self._hold([part])
             return
         yield self._hold([part])
-        if before is None:
-            self._partial[name] = part
-            return
         if not is_last:
             total = Storage(("backward", part.owner[1], f"sum {name}"), part.num_bytes)
             self._partial[name] = total

@@ -345,7 +345,7 @@ def test_a_kind_of_layer_that_got_another_number_is_compared_with_itself() -> No
 
 
 def test_what_cannot_be_compared_is_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"cannot compare the text .*such as module\.code"):
+    with pytest.raises(ArgumentError, match=r"cannot compare 'graph': .*such as module\.code"):
         diff("graph", captured())
     two = Snapshot("", {"A": _unary(), "B": _unary()})
     with pytest.raises(ArgumentError, match=r"2 regions \(A, B\)"):

@@ -128,7 +128,7 @@ class Options(TypedDict, total=False):
             ``plan`` lists them; ``verify`` ignores them.
         hardware: device and links for which times are estimated; these decide placements, what
             ``"auto"`` recomputes, and a plan's times. The name of a profile ("a100", "a100-pcie",
-            "cpu", "h100", "h200"), the path of a file written by :func:`sp_compiler.profile`, or an
+            "cpu", "h100", "h200"), the path of a file written by :func:`sp_compiler.profile`, or a
             :class:`sp_compiler.Hardware`. Pass the same on every rank.
     """
 

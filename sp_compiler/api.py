@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.placement import Placement
-from sp_compiler.base.units import parse_bytes
+from sp_compiler.base.units import check_seconds, parse_bytes
 from sp_compiler.compiler import KeptGraphs, build
 from sp_compiler.grid.data_parallel import (
     checked_options,
@@ -130,8 +130,7 @@ def compile(
 
 def _check(initial_weights: str, rank_timeout: float, **switches: bool) -> None:
     check_choice("initial_weights", initial_weights, ("compare", "broadcast"))
-    if type(rank_timeout) not in (int, float) or not 0 < rank_timeout < float("inf"):  # nor NaN
-        raise ArgumentError(f"rank_timeout={rank_timeout!r}: expected a positive number of seconds")
+    check_seconds("rank_timeout", rank_timeout)
     for name, value in switches.items():
         check_choice(name, value, (True, False))
 

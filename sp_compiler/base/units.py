@@ -1,7 +1,8 @@
-"""Sizes of memory and times as text."""
+"""Sizes of memory and times, as arguments and as text."""
 
 from __future__ import annotations
 
+import math
 import re
 
 from sp_compiler.base.errors import ArgumentError
@@ -36,6 +37,13 @@ def parse_bytes(name: str, size: object) -> int:
             f'"12GiB" or "1.5 TiB" with one of {", ".join(UNITS)}{advice}'
         )
     return num_bytes
+
+
+def check_seconds(name: str, seconds: object) -> None:
+    """Raise ``ArgumentError`` unless ``seconds``, of the argument ``name``, is a finite time."""
+    # By type, because a bool is an int in Python; NaN fails the comparison.
+    if type(seconds) not in (int, float) or not 0 < seconds < math.inf:  # type: ignore[operator]
+        raise ArgumentError(f"{name}={seconds!r}: expected a positive number of seconds")
 
 
 def _unit_advice(number: str, unit: str) -> str:

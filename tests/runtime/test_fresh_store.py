@@ -59,7 +59,7 @@ def test_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         sp_compiler.fresh_store()
 
 
-@pytest.mark.parametrize("timeout", ["soon", None, 0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("timeout", ["soon", None, True, 0, -1.0, float("nan"), float("inf")])
 def test_a_wait_that_is_no_number(timeout: Any) -> None:
     with pytest.raises(ArgumentError, match=r"timeout=.*: expected a positive number of seconds"):
         sp_compiler.fresh_store(timeout)

@@ -12,7 +12,6 @@ The ranks of this start therefore agree on a new name, and use it as a prefix.
 from __future__ import annotations
 
 import json
-import math
 import time
 import uuid
 from datetime import timedelta
@@ -20,6 +19,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from sp_compiler.base.errors import ArgumentError, RankMismatchError
+from sp_compiler.base.units import check_seconds
 
 _LOOK_EVERY_S = 0.01  # how often a rank asks the store whether the others have arrived
 
@@ -44,8 +44,7 @@ def fresh_store(timeout: float = 300.0) -> dist.Store:
             ``timeout`` is not a positive number.
         RankMismatchError: not all ranks called it in time.
     """
-    if not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
-        raise ArgumentError(f"timeout={timeout!r}: expected a positive number of seconds")
+    check_seconds("timeout", timeout)
     try:
         store, rank, world_size = next(
             dist.rendezvous("env://", timeout=timedelta(seconds=timeout))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import runpy
 import shutil
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -114,8 +116,14 @@ def test_pretrained_weights_are_in_a_folder(tmp_path: Path, capsys: Any) -> None
     assert "save_pretrained wrote" in capsys.readouterr().err
 
 
-def _program(options: list[str]) -> None:
-    """The training program, whose end is that of this process."""
+def _program(folder: Path, options: list[str]) -> None:
+    """The training program, whose end is that of this process, once both ranks have come to it.
+
+    A rank that ends with an error has the other one ended, however far that has come.
+    """
+    (folder / f"rank{os.environ['RANK']}").touch()
+    while len(list(folder.glob("rank*"))) < 2:
+        time.sleep(0.01)
     with mock.patch.object(sys, "argv", ["train", *options]):
         try:
             runpy.run_module("examples.train", run_name="__main__")
@@ -134,7 +142,7 @@ def _program(options: list[str]) -> None:
 def test_what_all_ranks_find_is_said_once(options: list[str], text: str, tmp_path: Path) -> None:
     files = ["--model", "gpt2", "--text", "a.txt", "--folder", str(tmp_path)]
     with pytest.raises(ChildFailedError):
-        launch(2, tmp_path / "logs", _program, [*files, *options])
+        launch(2, tmp_path / "logs", _program, tmp_path, [*files, *options])
     said = [file.read_text() for file in tmp_path.rglob("stderr.log")]
     assert len(said) == 2
     assert "".join(said).count(text) == 1

@@ -117,8 +117,7 @@ def _in_chunks(joint: JointGraph, counts: Mapping[Kind, int], world_size: int) -
             # A block may have several attentions, some with fewer queries.
             own = min(count, chain.num_rows)
             _Rewrite(copy.graph, chain, own, world_size).run()
-            what = "attention " if kind == "attention" else ""
-            report_of(Pass.CHUNK).rewrote(kind=f"{what}in {own} chunks")
+            report_of(Pass.CHUNK).rewrote(kind=f"{kind} in {own} chunks")
     copy.graph.lint()
     return copy
 

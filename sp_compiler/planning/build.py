@@ -311,7 +311,8 @@ def _without_effect(
     reports: dict[str, PassReport] = {}
     reports |= {name: PassReport(name) for name in (Pass.CHUNK, Pass.ASYNC_TP)}
     reports |= {report.name: report for report in compiled.reports}
-    chunks = list(reports[Pass.CHUNK].kinds)
+    # The kinds are "loss in 2 chunks" and the like.
+    chunked = {kind.split()[0] for kind in reports[Pass.CHUNK].kinds}
     for_ranks = {"half_batches": options.half_batches is True, "async_tp": options.async_tp}
     if compiled.world_size == 1:
         for name in [name for name, is_asked in for_ranks.items() if is_asked]:
@@ -323,12 +324,12 @@ def _without_effect(
         yield f"async_tp=True changes nothing here: {reason}"
     if options.offload and not memory.host_bytes:
         yield "offload=True sends nothing to the host: within this budget that would not save time"
-    if options.loss_chunks not in ("auto", 1) and not any(kind[:3] == "in " for kind in chunks):
+    if options.loss_chunks not in ("auto", 1) and "loss" not in chunked:
         yield (
             f"loss_chunks={options.loss_chunks} changes nothing here: no loss head was found whose "
             "logits are wider than their input, and read only by the loss"
         )
-    if options.attention_chunks not in ("auto", 1) and not any("attention" in k for k in chunks):
+    if options.attention_chunks not in ("auto", 1) and "attention" not in chunked:
         yield (
             f"attention_chunks={options.attention_chunks} changes nothing here: no attention with "
             "dropout was found whose scores are at least twice as large as their context"

@@ -130,7 +130,7 @@ def test_the_graph_has_a_copy_of_the_head_for_each_chunk(golden: str, loss: Loss
     _, result, report = chunked(loss, 2)
     text = render(result.graph)
     check_golden(f"chunk/{golden}.txt", text)
-    assert report.kinds == {"in 2 chunks": 1}
+    assert report.kinds == {"loss in 2 chunks": 1}
     again = chunk(result, 1, (2,))
     assert [render(each.graph) for each in again] == [text]
 
@@ -156,7 +156,7 @@ LOSSES: dict[str, Loss] = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_chunks_give_the_same_numbers(name: str, count: int) -> None:
     joint, result, report = chunked(LOSSES[name], count)
-    assert report.kinds == {f"in {count} chunks": 1}, report.declined
+    assert report.kinds == {f"loss in {count} chunks": 1}, report.declined
     large = [n for n in result.graph.nodes if n.op == "call_function" and _rows(n) == (N, V)]
     assert not large, "logits of all rows"
     for got, expected in zip(run(result), run(joint), strict=True):

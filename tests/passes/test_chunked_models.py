@@ -150,8 +150,8 @@ def test_the_plan_chooses_chunks_by_the_peak() -> None:
     )
     # Of 4096 rows: four chunks of the least size.
     assert {each.name: each.kinds for each in auto.passes}["chunk"] == {
-        "in 2 chunks": 1,
-        "in 4 chunks": 1,
+        "loss in 2 chunks": 1,
+        "loss in 4 chunks": 1,
     }
     assert auto.activation_peak_bytes < one.activation_peak_bytes / 2
     # The product that is run twice.

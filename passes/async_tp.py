@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from sp_compiler.base.pass_report import Pass, report_of
+from sp_compiler.base.pass_report import DeclinedError, Pass, report_of
 from sp_compiler.base.placement import P, S
 from sp_compiler.cost.hardware import Hardware
 from sp_compiler.cost.memory import function_peak_bytes
@@ -62,10 +62,6 @@ _PRODUCTS = {
 }
 
 _PADDING = (PAD_ROWS.overload, CUT_ROWS.overload)
-
-
-class _LeftError(Exception):
-    """A collective that stays as it is, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -131,11 +127,11 @@ def async_tp(
             fused = _rewritten(node, again)
             fused_us, peak_bytes = costs(fused)
             if fused_us >= time_us:
-                raise _LeftError("it would not take less time")
+                raise DeclinedError("it would not take less time")
             if peak_bytes > most_bytes:
-                raise _LeftError("it would raise peak memory")
-        except _LeftError as left:
-            report.decline(node, str(left))
+                raise DeclinedError("it would raise peak memory")
+        except DeclinedError as declined:
+            report.decline(node, str(declined))
             continue
         report.rewrote()
         forward, time_us = fused, fused_us
@@ -153,7 +149,7 @@ def _rewritten(collective: Node, recomputed: Container[str] = ()) -> Graph:
         recomputed: names of nodes that backward recomputes.
 
     Raises:
-        _LeftError: there are no such matmuls, or they cannot be one operator.
+        DeclinedError: there are no such matmuls, or they cannot be one operator.
     """
     placements = placements_of(collective)
     assert placements is not None
@@ -161,13 +157,13 @@ def _rewritten(collective: Node, recomputed: Container[str] = ()) -> Graph:
     rows = collective if is_gather else collective.args[0]
     in_rows = placements[0] == S(0) if is_gather else placements == (P, S(0))
     if not in_rows or rows.meta["val"].dim() != 2:
-        raise _LeftError("it does not move the same number of rows of a matrix for each rank")
+        raise DeclinedError("it does not move the same number of rows of a matrix for each rank")
     if any(node.target in _PADDING for node in (rows, *collective.users)):
-        raise _LeftError(
+        raise DeclinedError(
             "rows are padded, because their number may not be divisible by the number of ranks"
         )
     if example_number(rows.meta["val"].shape[0]) < LEAST_ROWS:
-        raise _LeftError(f"fewer than {LEAST_ROWS} rows are too few to multiply rank by rank")
+        raise DeclinedError(f"fewer than {LEAST_ROWS} rows are too few to multiply rank by rank")
     rewrite = _with_gather if is_gather else _with_scatter
     return rewrite(collective, recomputed)
 
@@ -212,10 +208,10 @@ def _with_gather(gather: Node, recomputed: Container[str]) -> Graph:
     products = [product for user in gather.users if (product := _Product.of(user)) is not None]
     products = [each for each in products if each.left is gather and _can_precede(each, gather)]
     if not products:
-        raise _LeftError("no matmul with a weight reads the gathered value")
+        raise DeclinedError("no matmul with a weight reads the gathered value")
     products = [each for each in products if each.node.name not in recomputed]
     if not products:
-        raise _LeftError(_RECOMPUTED)
+        raise DeclinedError(_RECOMPUTED)
     copy, nodes = _Copy(), list(gather.graph.nodes)
     copy.add(nodes[: nodes.index(gather)])
     # The operators that compute a factor, such as a cast to 16 bits, may come after the gather.
@@ -250,11 +246,11 @@ def _can_precede(product: _Product, gather: Node) -> bool:
 def _with_scatter(scatter: Node, recomputed: Container[str]) -> Graph:
     product = _Product.of(scatter.args[0])
     if product is None or product.bias is not None:
-        raise _LeftError("the value summed over the ranks is not the matmul of two matrices")
+        raise DeclinedError("the value summed over the ranks is not the matmul of two matrices")
     if len(product.node.users) > 1:
-        raise _LeftError("the value summed over the ranks has other readers before the sum")
+        raise DeclinedError("the value summed over the ranks has other readers before the sum")
     if scatter.name in recomputed:
-        raise _LeftError(_RECOMPUTED)
+        raise DeclinedError(_RECOMPUTED)
     copy, nodes = _Copy(), list(scatter.graph.nodes)
     copy.add(node for node in nodes[: nodes.index(scatter)] if node is not product.node)
     args = copy.of[product.left], copy.factor(product), arguments(scatter)["world_size"]

@@ -33,7 +33,7 @@ import torch
 from torch import SymInt, Tensor
 from torch.fx import Node
 
-from sp_compiler.base.pass_report import Pass, report_of
+from sp_compiler.base.pass_report import DeclinedError, Pass, report_of
 from sp_compiler.ir.fx import arguments, calls, is_call, module_of, shape_of
 from sp_compiler.ir.op_traits import is_cast
 from sp_compiler.ir.program import Region
@@ -52,10 +52,6 @@ _LEAST_ROWS = 128
 _WIDTHS = range(16, 257)
 _PRODUCTS = (_aten.matmul.default, _aten.bmm.default)
 _SOFTMAX = (_aten.softmax.int, _aten._softmax.default)
-
-
-class _ObstacleError(Exception):
-    """Why attention stays as it is."""
 
 
 def has_kernel(region: Region) -> bool:
@@ -77,8 +73,8 @@ def fuse_attention(region: Region) -> Region:
             continue
         try:
             _fuse(context, _Attention(context, probabilities))
-        except _ObstacleError as obstacle:
-            report_of(_ORIGIN).decline(context, str(obstacle))
+        except DeclinedError as declined:
+            report_of(_ORIGIN).decline(context, str(declined))
     erase_dead(graph)
     graph.lint()
     return replace(region, module=module_of(graph, region.module))
@@ -122,7 +118,7 @@ class _Attention:
         dropout: the arguments of the dropout.
 
     Raises:
-        _ObstacleError: the operator does not compute the same as the chain.
+        DeclinedError: the operator does not compute the same as the chain.
     """
 
     def __init__(self, context: Node, probabilities: Sequence[Node]) -> None:
@@ -140,7 +136,7 @@ class _Attention:
             self._read_probabilities(node)
         softmax = probabilities[-1]
         if softmax.args[1] not in (-1, len(shape_of(softmax)) - 1):
-            raise _ObstacleError("its softmax is not over the last dim")
+            raise DeclinedError("its softmax is not over the last dim")
         holder = next((x for x in probabilities if is_call(x, DROPOUT.overload)), softmax)
         self.lead = shape_of(holder)[:-2]
         node = softmax.args[0]
@@ -150,24 +146,24 @@ class _Attention:
         self._alone(node)
         self.query, self.key = self._factors(node)
         if self._zeros is not None and (self._zeros is not self.mask or self.inverted):
-            raise _ObstacleError("some probabilities are set to 0 whose scores are not masked")
+            raise DeclinedError("some probabilities are set to 0 whose scores are not masked")
         self._require_kernel()
 
     def _alone(self, node: Any) -> None:
         if not isinstance(node, Node) or node.op != "call_function":
-            raise _ObstacleError("its scores are made elsewhere")
+            raise DeclinedError("its scores are made elsewhere")
         if len(node.users) > 1:
-            raise _ObstacleError(f"{node.name} has other users")
+            raise DeclinedError(f"{node.name} has other users")
 
     def _read_probabilities(self, node: Node) -> None:
         if is_call(node, DROPOUT.overload):
             given = arguments(node)
             if self.dropout is not None or given["num_queries"]:
-                raise _ObstacleError("its dropout is one of several")
+                raise DeclinedError("its dropout is one of several")
             self.dropout = given
         elif is_call(node, _aten.where.ScalarOther):
             if self._zeros is not None or self.dropout is None or node.args[2] != 0:
-                raise _ObstacleError("its probabilities are changed after the softmax")
+                raise DeclinedError("its probabilities are changed after the softmax")
             self._zeros = node.args[0]
 
     def _read_scores(self, node: Node) -> Any:
@@ -180,26 +176,26 @@ class _Attention:
                 self.scale *= 1 / factor if is_call(node, _aten.div.Tensor) else factor
                 return scores
         elif self.scale < 0:
-            raise _ObstacleError("its masked scores are multiplied by a negative number")
+            raise DeclinedError("its masked scores are multiplied by a negative number")
         elif is_call(node, _aten.where.ScalarOther):
             mask, scores, lowest = node.args
             return self._read_mask(node, scores, mask, lowest, inverted=False)
         elif is_call(node, _aten.masked_fill.Scalar):
             scores, mask, lowest = node.args
             return self._read_mask(node, scores, mask, lowest, inverted=True)
-        raise _ObstacleError(f"{node.name} changes its scores")
+        raise DeclinedError(f"{node.name} changes its scores")
 
     def _read_mask(
         self, node: Node, scores: Any, mask: Node, lowest: float, *, inverted: bool
     ) -> Any:
         if self.mask is not None:
-            raise _ObstacleError("its scores have more than one mask")
+            raise DeclinedError("its scores have more than one mask")
         # In a row without keys, finite scores would count. If such rows are set to 0 after the
         # softmax, the lowest value serves as -inf: in all other rows its probability is 0.
         is_lowest = lowest == torch.finfo(node.meta["val"].dtype).min
         serves = is_lowest and self._zeros is mask and not inverted
         if lowest != -math.inf and not serves:
-            raise _ObstacleError(f"its mask makes scores {lowest}, not -inf")
+            raise DeclinedError(f"its mask makes scores {lowest}, not -inf")
         self.mask, self.inverted = mask, inverted
         self._lead_of_mask = shape_of(node)[:-2]
         return scores
@@ -210,7 +206,7 @@ class _Attention:
             return query, key
         given = arguments(product)
         if given["beta"] != 0:
-            raise _ObstacleError("a bias is added to its scores")
+            raise DeclinedError("a bias is added to its scores")
         self.scale *= given["alpha"]
         return given["batch1"], given["batch2"]
 
@@ -227,24 +223,24 @@ class _Attention:
             return (*[1] * len(self.lead), *rows)
         if leading == (math.prod(self.lead),):  # samples and heads in one dim there
             return (*self.lead, *rows)
-        raise _ObstacleError(f"{self.mask.name} has other samples and heads than its probabilities")
+        raise DeclinedError(f"{self.mask.name} has other samples and heads than its probabilities")
 
     def _require_kernel(self) -> None:
         factors = self.query, self.key, self.value
         dtypes = {x.meta["val"].dtype for x in factors}
         if len(dtypes) > 1 or dtypes.isdisjoint(_DTYPES):
-            raise _ObstacleError(f"no kernel for {', '.join(sorted(map(str, dtypes)))}")
+            raise DeclinedError(f"no kernel for {', '.join(sorted(map(str, dtypes)))}")
         shapes = [shape_of(x) for x in factors]
         if any(isinstance(size, SymInt) for size in (*self.lead, *sum(shapes, ()))):
-            raise _ObstacleError("its sizes are open: each would be compiled separately")
+            raise DeclinedError("its sizes are open: each would be compiled separately")
         self._require_lead(shapes)
         (*_, queries, width), (*_, keys), (*_, columns) = shapes
         if self.mask is not None and math.prod(self.mask_shape) == 1:
-            raise _ObstacleError("its mask is a single value")
+            raise DeclinedError("its mask is a single value")
         if min(queries, keys) < _LEAST_ROWS:
-            raise _ObstacleError(f"fewer than {_LEAST_ROWS} queries or keys")
+            raise DeclinedError(f"fewer than {_LEAST_ROWS} queries or keys")
         if width not in _WIDTHS or columns not in _WIDTHS:
-            raise _ObstacleError(f"no kernel for heads of {width} and {columns} columns")
+            raise DeclinedError(f"no kernel for heads of {width} and {columns} columns")
 
     def _require_lead(self, factors: Sequence[tuple[int, ...]]) -> None:
         """Samples and heads are the same everywhere, in two dims or in one."""
@@ -255,17 +251,17 @@ class _Attention:
         if placement.is_sharded and placement.dim < len(shape_of(self._context)) - 2:
             of_rows.add(placement.kind)
         if placement.kind not in of_rows:
-            raise _ObstacleError(f"its context is {placement}: not sharded by samples or heads")
+            raise DeclinedError(f"its context is {placement}: not sharded by samples or heads")
         ways = {self.lead, (math.prod(self.lead),)}
         is_whole = len(self.lead) in (1, 2) and all(len(shape) > 2 for shape in factors)
         if not is_whole or any(
             lead not in ways and self.lead != (math.prod(lead),) for lead in leads
         ):
-            raise _ObstacleError("its scores have other dims than samples, heads, queries and keys")
+            raise DeclinedError("its scores have other dims than samples, heads, queries and keys")
         if self.dropout is not None and self.dropout["world_size"] > 1:
             scores = len(self.lead) + 2
             if self.dropout["dim"] % scores >= len(self.lead):
-                raise _ObstacleError("its queries or keys are sharded")
+                raise DeclinedError("its queries or keys are sharded")
 
 
 def _fuse(context: Node, attention: _Attention) -> None:

@@ -71,6 +71,10 @@ class Declined:
     line: str = ""
 
 
+class DeclinedError(Exception):
+    """Raised and caught inside a pass: the reason why it does not rewrite a candidate."""
+
+
 @dataclass
 class PassReport:
     """Effect of a pass on a model, summed over all its graphs.

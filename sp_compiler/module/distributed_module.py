@@ -244,8 +244,8 @@ class DistributedModule(Inspection, Weights):
         """
         if self._sp_state.fixed is not None:
             raise UnsupportedError(
-                "the placements of the parameters are final; build the model again and load "
-                "module.state_dict() into it"
+                "the parameters are sharded already; build the model again and load the unsharded "
+                "weights from module.full_state_dict() into it"
             )
         self._sp_state.original.give_back(self)
 

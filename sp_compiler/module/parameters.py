@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -17,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement as MeshPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 
-from sp_compiler.base.errors import ArgumentError
+from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.base.placement import I, Placement, shard_of
 from sp_compiler.module.dtensors.patches import refuse_to_pickle
 from sp_compiler.module.dtensors.segmented_shard import segmented_shard
@@ -159,14 +160,35 @@ def to_true_chunk(value: DTensor, placement: Placement, group: TensorParallelGro
 def from_loaded(
     value: Tensor, parameter: DTensor, placement: Placement, group: TensorParallelGroup
 ) -> Tensor:
-    """Return a checkpoint's value, an unsharded tensor or a DTensor, placed like ``parameter``."""
+    """Return a checkpoint's value, an unsharded tensor or a DTensor, placed like ``parameter``.
+
+    Raises:
+        UnsupportedError: it is the part of another rank.
+    """
     if isinstance(value, DTensor):
+        _check_rank(value)
         if value._spec.placements == parameter._spec.placements and placement.is_in_order:
             return value
         value = value.full_tensor()
     if value.shape != parameter.shape:
         return value  # load_state_dict raises a better error
     return _laid_out(value, placement, parameter, group)
+
+
+def _check_rank(value: DTensor) -> None:
+    mesh = value.device_mesh
+    # Copies can be pickled, and a mesh keeps the coordinate of the rank that pickled it.
+    coordinate = mesh.get_coordinate()
+    if coordinate is None or all(where.is_replicate() for where in value.placements):
+        return
+    owner, rank = int(mesh.mesh[tuple(coordinate)]), dist.get_rank()
+    if owner != rank:
+        raise UnsupportedError(
+            f"a loaded DTensor of shape {tuple(value.shape)} has the part of rank {owner}, but "
+            f"this is rank {rank}: torch.save of a copy of a sharded DTensor writes only one "
+            "rank's part. Save module.full_state_dict(), called on all ranks, on rank 0, or use "
+            "torch.distributed.checkpoint.save on all ranks"
+        )
 
 
 @torch.no_grad()

@@ -7,13 +7,16 @@ changed in place between steps: each is followed by a step, compared with the mo
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
@@ -49,6 +52,33 @@ def _loaded_parameters(module: Any, model: nn.Module) -> None:
     module.load_state_dict(other.state_dict())
     for name, value in module.full_state_dict().items():  # on rank 0; the other has none
         assert torch.equal(value, other.state_dict()[name]), name
+    _loss(model).backward()
+    _loss(module).backward()
+
+
+def _loaded_part_of_another_rank(module: Any, model: nn.Module) -> None:
+    """Copies can be pickled, and what rank 0 pickles is its own part."""
+    name = "blocks.0.mlp.up.weight"
+    weight = module.state_dict()[name]
+    saved = [pickle.dumps(weight.clone())]
+    dist.broadcast_object_list(saved)
+    loaded = pickle.loads(saved[0])
+    if dist.get_rank() == 0:
+        module.load_state_dict({name: loaded}, strict=False)
+    else:
+        with pytest.raises(UnsupportedError, match=r"part of rank 0, but this is rank 1"):
+            module.load_state_dict({name: loaded}, strict=False)
+    _loss(model).backward()
+    _loss(module).backward()
+
+
+def _broadcast_weights(module: Any, model: nn.Module) -> None:
+    """Rank 0 alone has the full tensors, as recipes for FSDP2 load them."""
+    other = _model(8)
+    model.load_state_dict(other.state_dict())
+    state = dict(other.state_dict()) if dist.get_rank() == 0 else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(module, state, options=options)
     _loss(model).backward()
     _loss(module).backward()
 
@@ -140,6 +170,8 @@ _STEPS: tuple[Step, ...] = (
     _losses_on_logits,
     _metrics_on_logits,
     _loaded_parameters,
+    _loaded_part_of_another_rank,
+    _broadcast_weights,
     _put_off_reductions,
     _changed_in_place,
     _optimizer_step,

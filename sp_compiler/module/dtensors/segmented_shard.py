@@ -19,8 +19,9 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from torch.distributed import _state_dict_utils
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import _utils
+from torch.distributed.tensor import _utils, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._redistribute import DTensorRedistributePlanner
 from torch.distributed.tensor.placement_types import Placement, Replicate, _StridedShard
@@ -88,6 +89,7 @@ def _understand_segments() -> None:
     names = list(inspect.signature(locate).parameters)
     teach_strided_rules()
     _plan_redistributions()
+    _distribute_full_tensors()
 
     @functools.wraps(split)
     def _split_tensor(
@@ -181,6 +183,30 @@ def _plan_redistributions() -> None:
     DTensorRedistributePlanner.generate_graph_based_transform_infos = (  # type: ignore[method-assign]
         generate_graph_based_transform_infos  # type: ignore[assignment]
     )
+
+
+def _distribute_full_tensors() -> None:
+    """Let ``set_model_state_dict`` of rank 0's full tensors cut what is placed in segments.
+
+    It cuts a range of rows out of each full tensor.
+    """
+    distribute = _state_dict_utils._distribute_tensors
+
+    @functools.wraps(distribute)
+    def _distribute_tensors(
+        local_state_dict: dict[str, Any], keys: list[str], *args: Any, **kwargs: Any
+    ) -> None:
+        for key in keys:
+            # A parameter and what it is to be, if it is a DTensor.
+            pair = local_state_dict.get(key)
+            if isinstance(pair, tuple) and any(map(segments_of, pair[0].placements)):
+                like, full = pair
+                local_state_dict[key] = distribute_tensor(
+                    full, like.device_mesh, like.placements, src_data_rank=None
+                )
+        distribute(local_state_dict, keys, *args, **kwargs)
+
+    _state_dict_utils._distribute_tensors = _distribute_tensors
 
 
 def _not_these_rows(placement: _StridedShard, rows: int) -> UnsupportedError:

@@ -99,6 +99,10 @@ def hand_over(
         quickest = quickest_of([way.search for way in singles], most_bytes)
         best, ordered = _fastest([way for way in singles if way.search is quickest], most_bytes)
     if ordered.time_us > worth_us:
+        # Short searches may miss what the bounds promise: a longer one, of the best promise alone.
+        best = min(singles, key=lambda way: way.search.least_us)
+        ordered = best.scheduled(most_bytes, thorough=True)
+    if ordered.time_us > worth_us:
         return None
     least_bytes = limit_bytes = max(best.search.block.given_bytes, room.backward_bytes)
     if ordered.peak_bytes > least_bytes:

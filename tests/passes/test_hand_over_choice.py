@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 
+from benchmarks import overlap
 from sp_compiler import compiler
 from sp_compiler.ir.forward_backward import Partitioned
 from sp_compiler.ir.symbolic import Sizes
@@ -59,3 +60,13 @@ def test_tasks_of_two_calls_are_those_of_their_graph(name: str, recompute: str) 
         else:
             parity.compiled(parity.case(name, 2, 12), **options)
     assert sum(counts) > 4
+
+
+@pytest.mark.slow
+def test_a_gpt_that_recomputes_nothing_exposes_no_more_than_it_must() -> None:
+    """On the slowest link only the long search, of the gradient with the lowest bound, shows that
+    leaving it to the layer before pays."""
+    *_, slowest = found = [*overlap.rows("GPT", ("none",), exact=False)]
+    assert slowest.least > 0.1
+    for row in found:
+        assert row.exposed == pytest.approx(row.least, abs=1e-3), row.share

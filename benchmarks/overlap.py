@@ -138,8 +138,8 @@ def compiled(name: str, batch: int = 1, **options: Any) -> PlannedProgram:
     with torch.device("meta"):
         model = MODELS[name]().to(torch.bfloat16)
         ids = torch.zeros(batch, LENGTH, dtype=torch.int64)
-    inputs = ((ids,), {"labels": ids}) if name == "GPT" else ((), {"input_ids": ids, "labels": ids})
-    return build(model, *inputs, CompileOptions(tp=RANKS, **options))
+    args, kwargs = ((ids,), {}) if name == "GPT" else ((), {"input_ids": ids})
+    return build(model, args, {**kwargs, "labels": ids}, CompileOptions(tp=RANKS, **options))
 
 
 def block_of(program: CompiledProgram) -> PartitionedRegion:

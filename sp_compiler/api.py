@@ -29,6 +29,7 @@ from sp_compiler.grid_plan.sizes import GridSizes, Mesh
 from sp_compiler.grid_plan.stage_plan import STATE_BYTES, BytesPerParameter
 from sp_compiler.ir.hints import parameters_of, wishes_of
 from sp_compiler.module.distributed_module import DistributedModule, given_back_on_failure
+from sp_compiler.module.module_tree import mirror_class
 from sp_compiler.options import CompileOptions, Options, check_choice, with_options
 from sp_compiler.pass_manager.reproduction import reproducible
 from sp_compiler.pipeline_parallel.axes import pipeline_axis
@@ -118,7 +119,7 @@ def compile(
     texts = {**checked.texts(), "initial_weights": initial_weights}
     # One check for all sizes, so that each fallback is reported once.
     builder = _Builder(checked, FallbackCheck(checked, group.rank), verify)
-    result = DistributedModule(
+    result = mirror_class(DistributedModule, model)(
         model, group, builder, options=texts, initial_weights=initial_weights, fsdp=fsdp_options,
         cuda_graphs=checked.cuda_graphs,
     )  # fmt: skip
@@ -226,7 +227,7 @@ def pipeline(  # noqa: PLR0913 - all by keyword, each described below
     check_layers(model, args, kwargs, axis.size * per_rank)
     builder = _Builder(checked, FallbackCheck(checked, group.rank), verify=False)
     texts = {**checked.texts(), "initial_weights": initial_weights}
-    module = DistributedModule(
+    module = mirror_class(DistributedModule, model)(
         model, group, builder, options=texts, initial_weights=initial_weights
     )
     limit = None if memory is None else parse_bytes("memory", memory)

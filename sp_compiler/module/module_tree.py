@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Mapping
 from types import MethodType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar, cast
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -302,18 +301,6 @@ class MirrorModule(HookedModule, ModelMethods, nn.Module):
         )
 
 
-class MirrorList(FixedContainer, MirrorModule, nn.ModuleList):
-    """Mirror of a ``ModuleList``."""
-
-
-class MirrorSequential(FixedContainer, MirrorModule, nn.Sequential):
-    """Mirror of a ``Sequential``."""
-
-
-class MirrorDict(FixedContainer, MirrorModule, nn.ModuleDict):
-    """Mirror of a ``ModuleDict``."""
-
-
 def fill_mirror(root: MirrorModule, original: nn.Module, layout: Layout) -> None:
     """Give ``root`` mirrored children, distributed parameters and buffers of ``original``.
 
@@ -328,7 +315,7 @@ def fill_mirror(root: MirrorModule, original: nn.Module, layout: Layout) -> None
         for name, child in module._modules.items():
             if child is not None and id(child) not in mirrors:
                 child_path = f"{path}.{name}" if path else name
-                mirrors[id(child)] = _mirror_class(child)(child, child_path, layout)
+                mirrors[id(child)] = mirror_class(MirrorModule, child)(child, child_path, layout)
             mirror._modules[name] = None if child is None else mirrors[id(child)]
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in parameters:
@@ -363,23 +350,28 @@ def _rebased(derived: type, mirror: MirrorModule) -> type:
     return type(derived.__name__, bases, {})
 
 
-def _mirror_class(module: nn.Module) -> type[MirrorModule]:
-    kinds: Mapping[type[nn.Module], type[MirrorModule]] = {
-        nn.ModuleList: MirrorList,
-        nn.Sequential: MirrorSequential,
-        nn.ModuleDict: MirrorDict,
-    }
-    for kind, mirror in kinds.items():
+_Mirror = TypeVar("_Mirror", bound=MirrorModule)
+
+
+def mirror_class(base: type[_Mirror], module: nn.Module) -> type[_Mirror]:
+    """Return ``base`` with what Python looks up only in the class of ``module``, such as
+    ``module[0]`` of a ``Sequential`` or of a ``ParameterList``."""
+    for kind in (nn.ModuleList, nn.Sequential, nn.ModuleDict):
         if isinstance(module, kind):
-            return mirror
-    return _with_operators(tuple(name for name in OPERATORS if hasattr(type(module), name)))
+            return _container(base, kind)  # type: ignore[arg-type]  # mypy: no type[T] is hashable
+    names = tuple(name for name in OPERATORS if hasattr(type(module), name))
+    return _with_operators(base, names)  # type: ignore[arg-type]
 
 
 @functools.cache
-def _with_operators(names: tuple[str, ...]) -> type[MirrorModule]:
-    """Return a mirror class with these methods of the model, such as of a ``ParameterList``."""
+def _container(base: type[_Mirror], kind: type[nn.Module]) -> type[_Mirror]:
+    return cast("type[_Mirror]", type(base.__name__, (FixedContainer, base, kind), {}))
+
+
+@functools.cache
+def _with_operators(base: type[_Mirror], names: tuple[str, ...]) -> type[_Mirror]:
     methods = {name: of_the_model(name) for name in names}
-    return type("MirrorModule", (MirrorModule,), methods) if names else MirrorModule
+    return type(base.__name__, (base,), methods) if names else base
 
 
 def _refuse_to_copy(module: MirrorModule, memo: dict[int, Any]) -> NoReturn:

@@ -204,6 +204,57 @@ def test_operators_of_a_list_of_parameters() -> None:
     _assert_same(pair)
 
 
+class _Stack(nn.Module):
+    """Has its layers by number, as a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(3))
+
+    def __getitem__(self, index: int) -> nn.Module:
+        return self.layers[index]
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+class _Row(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square().mean()
+
+
+@pytest.mark.parametrize(
+    "make", [_Stack, lambda: _Row(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(3)))]
+)
+def test_layers_of_the_model_itself_have_numbers(make: Callable[[], nn.Module]) -> None:
+    pair: Any = _pair(make)
+    for one in (*pair, copy.deepcopy(pair[0])):
+        assert len(one) == 3
+        with torch.no_grad():
+            one[1].weight.mul_(2)
+        # Without __iter__ Python counts up to the first IndexError.
+        assert [layer.weight for layer in one] == [*one.parameters()][::2]
+    _assert_same(pair)
+
+
+def test_layers_of_a_compiled_sequential_are_fixed() -> None:
+    module: Any = _pair(lambda: _Row(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(3))))[0]
+    assert [*module[1:]] == [module[1], module[2]]
+    for change in (
+        lambda: module.append(nn.GELU()),
+        lambda: module.insert(0, nn.GELU()),
+        lambda: module.__setitem__(0, nn.GELU()),
+        lambda: module.pop(0),
+    ):
+        with pytest.raises(UnsupportedError, match=r"'[03]' of module '\(model\)'.*before sp_com"):
+            change()
+
+
 class _Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -100,7 +100,7 @@ def hand_over(
         best, ordered = _fastest([way for way in singles if way.search is quickest], most_bytes)
     if ordered.time_us > worth_us:
         # Short searches may miss what the bounds promise: a longer one, of the best promise alone.
-        best = min(singles, key=lambda way: way.search.least_us)
+        best = min(singles, key=_promise)
         ordered = best.scheduled(most_bytes, thorough=True)
     if ordered.time_us > worth_us:
         return None
@@ -118,6 +118,11 @@ def hand_over(
     report_of(Pass.OVERLAP).rewrote(kind="hand_over")
     inputs = ordered.of_last_calls(best.split.inputs)
     return SplitBackward(inputs, weights.scheduled(room_bytes).graph(), ordered.graph())
+
+
+def _promise(way: _Way) -> tuple[float, int]:
+    """Key to sort ways by: the lowest time that a search could find, then the bytes."""
+    return way.search.least_us, way.search.block.given_bytes
 
 
 def _fastest(ways: Sequence[_Way], room_bytes: int) -> tuple[_Way, Schedule]:
@@ -139,7 +144,7 @@ def _grown_ways(
         compute_us: time of all kernels.
         way_of: the way to defer a set of gradients, if there is one.
     """
-    promising = sorted(singles, key=lambda way: (way.search.least_us, way.search.block.given_bytes))
+    promising = sorted(singles, key=_promise)
     first = _grown(promising, most_bytes, way_of)
     if first.search.quick_us(most_bytes) <= (1 + WORTH_MORE_MEMORY) * compute_us:
         return [first]

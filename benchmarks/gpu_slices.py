@@ -1,4 +1,4 @@
-"""One of 8 ranks' part of a layer of a large model, compared with hand-written layers.
+"""One of 8 ranks' part of some layers of a large model, compared with hand-written layers.
 
 The other ranks are a fake process group: its all-gathers copy this rank's part once for each rank.
 Run by ``python -m benchmarks.gpu --only slices trace``.
@@ -35,12 +35,12 @@ DROPOUT = 0.1
 DROPOUTS = (0.0, DROPOUT)
 RECOMPUTES = ("none", "selective")
 PRODUCT_INDUCTOR = f"{PRODUCT}, inductor"
-PRODUCT_GRAPHS = f"{PRODUCT}, cuda_graphs"
-PRODUCT_BOTH = f"{PRODUCT}, inductor, cuda_graphs"
 BY_HAND = "Megatron style TP+SP"
 BY_HAND_FUSED = f"{BY_HAND}, PyTorch's attention"
 EAGER = "eager, unsharded"
-# The vocabulary is small: the head would hide the layer.
+LAYERS = 4
+"""Embeddings, loss and what the host does once a step are a small part, as in a whole model."""
+# The vocabulary is small: the head would hide the layers.
 _LAYER_VOCABULARY = 1024
 _KERNELS_SHOWN = 25
 _NAME_SHOWN = 100
@@ -77,7 +77,7 @@ class KernelRow:
 
 
 def slices(device: str, *, small: bool, rounds: int) -> Iterator[SliceRow]:
-    """The product, hand-written layers and the unsharded layer, dropout on and off."""
+    """The product, hand-written layers and unsharded ones, dropout on and off."""
     with fake_group(RANKS), _in_bits_of(device):
         for label, config, batch in _layers(small=small):
             ids = contenders.random_ids(config, batch, config.num_positions).to(device)
@@ -90,7 +90,7 @@ def slices(device: str, *, small: bool, rounds: int) -> Iterator[SliceRow]:
 def _layers(*, small: bool) -> Iterator[tuple[str, GPTConfig, int]]:
     for label in ("gpt-22b", "gpt3-175b"):
         setup = PAPER_SETUPS[label]
-        config = replace(setup.model, num_layers=1, vocab_size=_LAYER_VOCABULARY)
+        config = replace(setup.model, num_layers=LAYERS, vocab_size=_LAYER_VOCABULARY)
         if small:
             config = replace(config, hidden_size=64, num_heads=8, num_positions=32)
         yield label, config, setup.micro_batch
@@ -113,35 +113,35 @@ def _gpt_steps(config: GPTConfig, ids: Tensor) -> dict[tuple[str, str], Step]:
     for recompute in RECOMPUTES:
         # The peers, which lack sp_compiler's "selective", recompute the attention core.
         by_hand: Recompute = "attention" if recompute == "selective" else "none"
-        steps |= {
-            (BY_HAND, recompute): contenders.megatron_style(config, ids, by_hand, sp=True),
-            (PRODUCT, recompute): contenders.compiled(config, ids, recompute, RANKS),
-            (PRODUCT_INDUCTOR, recompute): contenders.compiled(
-                config, ids, recompute, RANKS, backend="inductor"
-            ),
-        }
-        if ids.is_cuda:
-            steps[PRODUCT_GRAPHS, recompute] = contenders.compiled(
-                config, ids, recompute, RANKS, cuda_graphs=True
-            )
-            steps[PRODUCT_BOTH, recompute] = contenders.compiled(
-                config, ids, recompute, RANKS, cuda_graphs=True, backend="inductor"
-            )
+        steps[BY_HAND, recompute] = contenders.megatron_style(config, ids, by_hand, sp=True)
+        for name, options in _products(ids).items():
+            steps[name, recompute] = contenders.compiled(config, ids, recompute, RANKS, **options)
     # Attention in one kernel has nothing to recompute.
     by_kernel = contenders.megatron_style(config, ids, "none", sp=True, fused_attention=True)
     unsharded = contenders.eager(config, ids, "none")
     return {**steps, (BY_HAND_FUSED, "none"): by_kernel, (EAGER, "none"): unsharded}
 
 
+def _products(ids: Tensor) -> dict[str, dict[str, Any]]:
+    """Options of each contender that is compiled by this project."""
+    inductor = {"backend": "inductor"}
+    options: dict[str, dict[str, Any]] = {PRODUCT: {}, PRODUCT_INDUCTOR: inductor}
+    if ids.is_cuda:
+        recorded = {"cuda_graphs": True}
+        options[f"{PRODUCT}, cuda_graphs"] = recorded
+        options[f"{PRODUCT_INDUCTOR}, cuda_graphs"] = inductor | recorded
+    return options
+
+
 def _llama_steps(device: str, *, small: bool) -> dict[tuple[str, str], Step]:
-    """A layer of Llama-3-70B, for which there is no hand-written layer."""
+    """Layers of Llama-3-70B, for which there are no hand-written ones."""
     sizes = (
         {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8}
         if small
         else {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}
     )
     config = transformers.LlamaConfig(
-        vocab_size=_LAYER_VOCABULARY, num_hidden_layers=1, num_key_value_heads=8, **sizes
+        vocab_size=_LAYER_VOCABULARY, num_hidden_layers=LAYERS, num_key_value_heads=8, **sizes
     )
     generator = torch.Generator().manual_seed(1)
     shape = (2, 16) if small else (1, 8192)
@@ -164,8 +164,8 @@ def _llama_steps(device: str, *, small: bool) -> dict[tuple[str, str], Step]:
 
     steps = {(EAGER, "none"): step()}
     for recompute in RECOMPUTES:
-        steps[PRODUCT, recompute] = step(recompute=recompute)
-        steps[PRODUCT_INDUCTOR, recompute] = step(recompute=recompute, backend="inductor")
+        for name, options in _products(ids).items():
+            steps[name, recompute] = step(recompute=recompute, **options)
     return steps
 
 
@@ -211,7 +211,7 @@ def _forward_noted(milliseconds: list[float]) -> Iterator[None]:
 
 
 def trace(device: str, *, small: bool, path: Path | None) -> Iterator[KernelRow]:
-    """The kernels of a step of the 22B layer, the longest first; their trace goes to ``path``."""
+    """The kernels of a step of the 22B layers, the longest first; their trace goes to ``path``."""
     with fake_group(RANKS), _in_bits_of(device):
         _, config, batch = next(_layers(small=small))
         sized = replace(config, dropout=DROPOUT, attention_dropout=DROPOUT)

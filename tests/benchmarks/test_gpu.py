@@ -90,7 +90,7 @@ def test_every_contender_of_a_slice_runs(monkeypatch: pytest.MonkeyPatch) -> Non
     )
     rows = list(gpu_slices.slices("cpu", small=True, rounds=1))
     contenders = [row.contender for row in rows]
-    # The layer of Llama-3-70B has no hand-written peer.
+    # The layers of Llama-3-70B have no hand-written peer.
     assert len(rows) == 5 + 2
     assert contenders.count(gpu_slices.BY_HAND) == 1
     assert contenders.count(gpu_slices.BY_HAND_FUSED) == 1

@@ -5,7 +5,7 @@
 memory    bytes kept and the peak of a step of ten models as planned, as the operators made them,
           and as the allocator counted them, one rank
 numbers   loss and gradients of the same models on the device against the CPU, dropout included
-slices    one of 8 ranks' part of 4 layers of the paper's 22B and 175B and of Llama-3-70B; the other
+slices    one of 8 ranks' part of layers of the paper's 22B and 175B and of Llama-3-70B; the other
           ranks are a fake process group, which copies instead of sending. sp_compiler, eager, with
           Inductor and, on an accelerator, with CUDA graphs, is compared with hand-written
           Megatron-style layers, with decomposed or with PyTorch's attention, and with the unsharded
@@ -13,7 +13,7 @@ slices    one of 8 ranks' part of 4 layers of the paper's 22B and 175B and of Ll
 attention the operator for attention compared with its decomposition and with PyTorch's kernels
 regions   forward and backward of each region of a GPT and a Llama, as planned with a profile of the
           device and as measured
-trace     kernels of a step of the 22B layers with dropout and "selective"; ``--write`` also keeps
+trace     kernels of a step of a 22B layer with dropout and "selective"; ``--write`` also keeps
           the profiler's trace, for a browser (``chrome://tracing``)
 
 ``--device cpu --small`` runs all of it without an accelerator, to test the code, not to measure.
@@ -42,7 +42,7 @@ from torch.utils._pytree import tree_leaves
 import sp_compiler
 from benchmarks.gpu_attention import AttentionRow, attention
 from benchmarks.gpu_regions import regions
-from benchmarks.gpu_slices import DROPOUT, LAYERS, KernelRow, SliceRow, slices, trace
+from benchmarks.gpu_slices import DROPOUT, KernelRow, SliceRow, slices, trace
 from benchmarks.measure import PeakRecorder, loss_of
 from benchmarks.performance import RESULTS, markdown_table, save
 from benchmarks.region_times import Row as RegionRow
@@ -70,7 +70,8 @@ _ABOUT = {
     "is without parameters, and without their gradients unless it says so.",
     "numbers": "Difference of loss and gradients between the GPU and the CPU, float32, dropout "
     "0.1, relative to the loss and to the largest gradient.",
-    "slices": f"One of 8 ranks' part of {LAYERS} layers of a large model, bfloat16, milliseconds. "
+    "slices": "One of 8 ranks' part of layers of a large model, bfloat16, milliseconds. The fewer "
+    "layers, the more of a step is what it does once, with the launches for it. "
     "Collectives are replaced by copies on the GPU, 0.5 ms of the step whose trace is below. "
     "*ratio* is relative to the first contender of a setting, *over none* to the "
     "same contender without recomputation. The hand-written layers and the unsharded GPT are "
@@ -88,8 +89,8 @@ _ABOUT = {
     "device and as measured, the shortest of all steps; *estimate* is planned over measured. In "
     "the profile for these rows random numbers are too slow, 121e9 a second, because the launch "
     "of their kernel was included in their time, which is no longer so.",
-    "trace": f"The kernels of a step of {LAYERS} layers of the 22B model with dropout 0.1 and "
-    "`selective`, in eager generated code.",
+    "trace": "The kernels of a step of a 22B layer with dropout 0.1 and `selective`, in eager "
+    "generated code.",
 }
 
 
@@ -277,13 +278,16 @@ def main() -> None:
         "trace": lambda: trace(options.device, small=options.small, path=path),
     }
     for part in options.only:
-        rows = [asdict(row) for row in makers[part]()]
+        rows: list[dict[str, Any]] = []
+        for row in makers[part]():
+            rows.append(asdict(row))
+            # Each at once: the time on a machine with a GPU may end before the part does.
+            if options.write:
+                _keep(part, rows, small=options.small)
         table = Table(*rows[0], title=part)
-        for row in rows:
-            table.add_row(*(_cell(part, value) for value in row.values()))
+        for each in rows:
+            table.add_row(*(_cell(part, value) for value in each.values()))
         Console().print(table)
-        if options.write:
-            _keep(part, rows, small=options.small)
 
 
 if __name__ == "__main__":

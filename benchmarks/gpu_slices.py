@@ -51,12 +51,14 @@ class SliceRow:
     """One contender: milliseconds of a step, of its forward and of its backward.
 
     Args:
+        layers: how many the step has.
         ratio: its step in units of that of the first contender of the setting, which recomputes
             nothing.
         over_none: its step in units of its own that recomputes nothing.
     """
 
     setting: str
+    layers: int
     contender: str
     recompute: str
     forward_ms: float
@@ -87,10 +89,10 @@ def slices(device: str, *, small: bool, rounds: int) -> Iterator[SliceRow]:
         yield from _timed("Llama-3-70B", _llama_steps(device, small=small), rounds)
 
 
-def _layers(*, small: bool) -> Iterator[tuple[str, GPTConfig, int]]:
+def _layers(*, small: bool, count: int = LAYERS) -> Iterator[tuple[str, GPTConfig, int]]:
     for label in ("gpt-22b", "gpt3-175b"):
         setup = PAPER_SETUPS[label]
-        config = replace(setup.model, num_layers=LAYERS, vocab_size=_LAYER_VOCABULARY)
+        config = replace(setup.model, num_layers=count, vocab_size=_LAYER_VOCABULARY)
         if small:
             config = replace(config, hidden_size=64, num_heads=8, num_positions=32)
         yield label, config, setup.micro_batch
@@ -188,7 +190,7 @@ def _timed(setting: str, steps: Mapping[tuple[str, str], Step], rounds: int) -> 
         step_ms = statistics.median(times[key])
         over_none = ratio(times, key, f"{name}, none")
         yield SliceRow(
-            setting, name, recompute, forward, step_ms - forward, step_ms,
+            setting, LAYERS, name, recompute, forward, step_ms - forward, step_ms,
             ratio(times, key, first), over_none,
         )  # fmt: skip
 
@@ -211,9 +213,9 @@ def _forward_noted(milliseconds: list[float]) -> Iterator[None]:
 
 
 def trace(device: str, *, small: bool, path: Path | None) -> Iterator[KernelRow]:
-    """The kernels of a step of the 22B layers, the longest first; their trace goes to ``path``."""
+    """The kernels of a step of a 22B layer, the longest first; their trace goes to ``path``."""
     with fake_group(RANKS), _in_bits_of(device):
-        _, config, batch = next(_layers(small=small))
+        _, config, batch = next(_layers(small=small, count=1))
         sized = replace(config, dropout=DROPOUT, attention_dropout=DROPOUT)
         ids = contenders.random_ids(config, batch, config.num_positions).to(device)
         step = contenders.compiled(sized, ids, "selective", RANKS)

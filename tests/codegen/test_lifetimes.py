@@ -80,6 +80,23 @@ def test_what_the_caller_holds_is_not_deleted() -> None:
     assert names.isdisjoint({"x", *held})
 
 
+class EarlyResult(nn.Module):
+    """The first value that is called ``y`` is a result, which nothing reads before the end."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        result = y = x.cumsum(0)
+        y = x.cumsum(1)
+        return result, y.cumsum(0)
+
+
+def test_a_result_keeps_its_name() -> None:
+    region = region_of(EarlyResult(), X, requires_grad=[False])
+    inputs = random_inputs(region)
+    results, _ = compile_region(region, recompute="none").code.forward(TP1, *inputs)
+    for result, true in zip(results, reference(region, inputs), strict=True):
+        assert torch.equal(result, true)
+
+
 class Corners(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         top, _ = x.split(2, 0)

@@ -1,4 +1,4 @@
-"""The loss among the outputs of a program."""
+"""The loss among the outputs of a program, and the parameters that its calls share."""
 
 from __future__ import annotations
 
@@ -60,3 +60,13 @@ def test_one_scalar_needs_no_name() -> None:
     assert loss_position(spec, []) is None
     with pytest.raises(AssertionError, match="positions are no tensors"):
         loss_position(spec, [0, 1])
+
+
+@pytest.mark.parametrize(("names", "own"), [(["x", "y"], [{0}, {0}]), (["x", "x"], [set(), set()])])
+def test_a_gradient_to_which_another_call_adds_is_not_final(
+    names: list[str], own: list[set[int]]
+) -> None:
+    (call,) = _program((0, 0, 0)).calls
+    calls = [Call(call.region, "", (Ref("param", name),)) for name in names]
+    program = Program(calls, [Ref("call", 0, 0)], pytree.tree_structure(0))
+    assert program.own_parameters(1) == own

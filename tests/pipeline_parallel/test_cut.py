@@ -50,6 +50,15 @@ def test_memory_moves_the_cut() -> None:
         ends_of(calls, sizes, [1] * 5, None)
 
 
+def test_every_stage_has_a_parameter() -> None:
+    """An optimizer takes no empty list: the slow layer without weights is no stage of its own."""
+    calls, sizes = _layers(3)
+    slow = replace(calls[3], parameters=(), step_us=9.0)
+    head = replace(calls[4], parameters=())
+    assert ends_of([*calls[:3], calls[3], head], sizes, [1, 1], None) == [3, 5]
+    assert ends_of([*calls[:3], slow, head], sizes, [1, 1], None) == [2, 5]
+
+
 _MIXED_CALLS = st.lists(
     # Time, time with recomputation, bytes kept, bytes kept then.
     st.tuples(*(st.integers(low, 9) for low in (1, 0, 1, 0))),

@@ -66,6 +66,13 @@ def test_every_strategy(target: Any) -> None:
     check_all(target, 2, 2)
 
 
+@pytest.mark.parametrize("mode", [None, "floor", "trunc"])
+def test_only_a_quotient_that_is_not_rounded_passes_sums_on(mode: str | None) -> None:
+    call = Call(aten.div.Tensor_mode, (torch.ones(4, 6), 3.0), {"rounding_mode": mode})
+    takes_sums = any(P in strategy.operands for strategy in offered(Whole.of(call), 2))
+    assert takes_sums is (mode is None)
+
+
 @pytest.mark.parametrize("target", slow_but(_POINTWISE[::2], _POINTWISE), ids=str)
 def test_every_strategy_of_pointwise_operators(target: Any) -> None:
     check_all(target, 2, 1)

@@ -224,6 +224,11 @@ def averaged(self: Any, x: Tensor) -> Tensor:
     return x
 
 
+def phase(self: Any, x: Tensor) -> Tensor:
+    self.state = {0: 1}.get(self.state, "done")
+    return x
+
+
 def ring(self: Any, x: Tensor) -> Tensor:
     self.state.append(x.mean())
     if len(self.state) > 2:
@@ -238,6 +243,7 @@ def ring(self: Any, x: Tensor) -> Tensor:
         slow(lambda: torch.zeros(WIDTH).double(), memory, "state (a tensor -> a tensor)"),
         (list, summed, "state (list of 0 -> list of 1)"),
         (lambda: 0.5, averaged, "state (0.5 -> 0.55)"),
+        (int, phase, "state (0 -> 1)"),
         slow(lambda: [None, None], ring, "state (list of 2 -> list of 2)"),
     ],
 )

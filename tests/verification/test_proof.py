@@ -23,6 +23,7 @@ from sp_compiler.options import CompileOptions
 from sp_compiler.rules.custom import UNPROVEN
 from sp_compiler.verification import judge, proof
 from sp_compiler.verification.proof import prove, prove_rules
+from sp_compiler.verification.report import Comparison
 from sp_compiler.verification.verify import Step
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.slow import slow
@@ -50,6 +51,24 @@ def test_right_programs_pass(open_dims: bool, device: str, monkeypatch: pytest.M
     monkeypatch.setattr(judge, "OtherRounding", measured)
     model = _model().to(device).bfloat16()
     _prove(model, zoo.inputs("plain"), open_dims)
+
+
+def test_one_block_that_the_quick_check_doubts_is_looked_at_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever the others are: rounding may exceed what it allows for without noise floors."""
+    quick, doubted = proof._quick_rows, []
+
+    def doubting(*args: Any) -> list[Comparison]:
+        *rows, last = quick(*args)
+        doubted.append(replace(last, error=1.0))
+        assert not doubted[0].ok
+        assert all(row.ok for row in rows)
+        return [*rows, *doubted]
+
+    monkeypatch.setattr(proof, "_quick_rows", doubting)
+    _prove(_model(), zoo.inputs("plain"))
+    assert doubted
 
 
 def test_parameters_without_memory_are_left_alone() -> None:

@@ -16,3 +16,7 @@ FAKES_HALVE_LOG_SUM_EXP = torch.__version__ < TorchVersion("2.13")
 # A loss is compared row by row with its classes before it is known where both come from, so that
 # the message says the former alone.
 COUNTS_CLASSES_FIRST = torch.__version__ < TorchVersion("2.13")
+
+# Along dims in another order than those of memory, the fake transform of torch 2.11 is too small
+# for its own strides, and raises an error. (2.12 has not been tried.)
+FAKE_TRANSFORMS_NEED_ORDER = torch.__version__ < TorchVersion("2.13")

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 import sp_compiler
 from sp_compiler.base.errors import UnsupportedError
-from sp_compiler.module.dtensors.patches import scan_whole_dims
+from sp_compiler.module.dtensors.patches import format_as_numbers, scan_whole_dims
 from sp_compiler.module.outputs import ShardedOutput
 
 
@@ -47,6 +47,17 @@ def test_what_a_single_rank_may_raise_is_not_tried_on_full_tensors(
 def test_sizes_are_those_of_any_tensor(logits: DTensor) -> None:
     assert type(logits.shape) is type(logits.size()) is torch.Size
     assert logits.shape.numel() == 12
+
+
+def test_numbers_format_as_those_of_plain_tensors(mesh: DeviceMesh) -> None:
+    format_as_numbers()
+    number, unknown = (
+        DTensor.from_local(torch.full((), 1.25, device=device), mesh, [Replicate()])
+        for device in ("cpu", "meta")
+    )
+    assert f"{number:.1f}" == f"{torch.tensor(1.25):.1f}"
+    with pytest.raises(TypeError, match="unsupported format string"):
+        f"{unknown:.1f}"
 
 
 def test_a_part_is_not_saved_as_if_it_were_all(logits: DTensor) -> None:

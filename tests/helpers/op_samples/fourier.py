@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tests.helpers.op_samples.draw import Args, Draw, Sample
+from tests.helpers.torch_versions import FAKE_TRANSFORMS_NEED_ORDER
 
 aten = torch.ops.aten
 
@@ -23,7 +24,8 @@ def _transform(draw: Draw, form: str) -> Args:
     sizes = [4, 6] if to_reals else draw.one_of(None, [4, 6])
     if form[-1] == "n" and draw.one_of(True, False):
         return [x, sizes, None]
-    return [x, sizes, draw.one_of([-2, -1], [-1, 0])]
+    last = [0, -1] if FAKE_TRANSFORMS_NEED_ORDER else [-1, 0]
+    return [x, sizes, draw.one_of([-2, -1], last)]
 
 
 def _primitive(draw: Draw) -> tuple[torch.Tensor, list[int]]:

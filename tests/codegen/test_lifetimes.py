@@ -83,7 +83,7 @@ def test_what_the_caller_holds_is_not_deleted() -> None:
 class EarlyResult(nn.Module):
     """The first value that is called ``y`` is a result, which nothing reads before the end."""
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         y = x.cumsum(0)
         results = [y]
         y = x.cumsum(1)

@@ -28,6 +28,6 @@ def test_one_use_whose_gradient_is_partial_is_enough(placements: tuple[object, .
         region = region_of(_Scaled(), torch.zeros(3), kinds=["param"], requires_grad=[True])
         region.input_placements = (placement,)  # type: ignore[assignment]
         calls.append(Call(region, "", (Ref("param", "w"),)))
-    program = Program(calls, [Ref("call", 0, 0)], pytree.tree_structure(0))
+    program = Program(calls, [Ref("call")], pytree.tree_structure(0))
     stored = stored_parameters(program, {"w": I}, 2)
     assert stored["w"].reduced is (R in placements)

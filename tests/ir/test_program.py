@@ -68,5 +68,5 @@ def test_a_gradient_to_which_another_call_adds_is_not_final(
 ) -> None:
     (call,) = _program((0, 0, 0)).calls
     calls = [Call(call.region, "", (Ref("param", name),)) for name in names]
-    program = Program(calls, [Ref("call", 0, 0)], pytree.tree_structure(0))
+    program = Program(calls, [Ref("call")], pytree.tree_structure(0))
     assert program.own_parameters(1) == own

@@ -70,8 +70,8 @@ _ABOUT = {
     "is without parameters, and without their gradients unless it says so.",
     "numbers": "Difference of loss and gradients between the GPU and the CPU, float32, dropout "
     "0.1, relative to the loss and to the largest gradient.",
-    "slices": "One of 8 ranks' part of layers of a large model, bfloat16, milliseconds. The fewer "
-    "layers, the more of a step is what it does once, with the launches for it. "
+    "slices": "One of 8 ranks' part of layers of a large model, bfloat16, milliseconds. With few "
+    "layers, what a step does once (embeddings, loss, their launches) is a large part of it. "
     "Collectives are replaced by copies on the GPU, 0.5 ms of the step whose trace is below. "
     "*ratio* is relative to the first contender of a setting, *over none* to the "
     "same contender without recomputation. The hand-written layers and the unsharded GPT are "

@@ -16,7 +16,7 @@ from sp_compiler.base.pass_report import PassReport, UserPass, pass_name, report
 from sp_compiler.ir.captured import Captured
 from sp_compiler.ir.op_traits import draws
 from sp_compiler.ir.rewriting import inherit, refake
-from sp_compiler.ir.symbolic import same_shape
+from sp_compiler.ir.symbolic import SYMBOLIC, same_shape
 from sp_compiler.ir.text import dtype_name
 from sp_compiler.options import Dropout
 from sp_compiler.passes.normalize import normalize
@@ -124,6 +124,11 @@ def _check_call(name: str, node: Node) -> None:
         refake(node)
     except Exception as error:
         raise PassError(name, f"{target} does not take these operands: {error}", node) from error
+    if node.users and isinstance(node.meta["val"], (int, float, *SYMBOLIC)):
+        # Graphs have operators on tensors only: sizes, open ones too, are arguments.
+        what = type(node.meta["val"]).__name__
+        message = f'{target} returns {what}; expected tensors; a size is meta["val"].shape[dim]'
+        raise PassError(name, message, node)
     if "val" in given and not _alike(given["val"], node.meta["val"]):
         expected = f"{_form(node.meta['val'])}, which the operator returns"
         message = f'meta["val"] is {_form(given["val"])}; expected {expected}'

@@ -235,6 +235,13 @@ def _wrong_operands(module: GraphModule) -> None:
     node.target, node.args = aten.mm.default, (node.args[0], node.args[0])
 
 
+def _size_as_a_node(module: GraphModule) -> None:
+    (node, *_) = _gelus(module)
+    with module.graph.inserting_before(node):
+        size = _call(module.graph, aten.sym_size.int, node.args[0], 1)
+    node.target, node.args = aten.mul.Tensor, (node.args[0], size)
+
+
 def _use_before_definition(module: GraphModule) -> None:
     first, second = _gelus(module)
     first.args = (second,)
@@ -261,6 +268,7 @@ _BROKEN: dict[Callable[[GraphModule], Any], str] = {
     _in_place: "relu_.default writes to its inputs",
     _random: "draws random numbers",
     _wrong_operands: "does not take these operands",
+    _size_as_a_node: r'sym_size.int returns int; .* a size is meta\["val"\].shape\[dim\]',
     _use_before_definition: "raised RuntimeError",
     _raises: "raised ValueError: nothing to do",
     _returns_the_graph: "returned GraphModule; expected PassReport, int or None",
@@ -322,6 +330,9 @@ def test_open_sizes_and_a_program_on_one_device() -> None:
     inputs, _ = flatten_inputs((y,))
     loss = run_program(program, dict(_model().named_parameters()), {}, inputs).outputs[0]
     torch.testing.assert_close(loss, _model()(y))
+    options = CompileOptions(passes=[_size_as_a_node])
+    with pytest.raises(PassError, match=r"sym_size\.int returns SymInt"):
+        to_program(capture(_model(), (_X,), open_dims=True), options)
 
 
 def test_passes_that_are_none() -> None:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.base.placement import I, Placement, shard_of
 from sp_compiler.module.dtensors.patches import refuse_to_pickle
-from sp_compiler.module.dtensors.segmented_shard import segmented_shard
+from sp_compiler.module.dtensors.segmented_shard import distribute_full_tensors, segmented_shard
 from sp_compiler.runtime.group import TensorParallelGroup
 from sp_compiler.runtime.mesh_axes import EXPERT_AXIS, TENSOR_AXIS
 from sp_compiler.runtime.padding import padded_part, stored_part, stored_shape
@@ -90,6 +90,7 @@ def place(parameter: Tensor, placement: Placement, group: TensorParallelGroup) -
     """
     if group.mesh is None or not placement.is_sharded:
         return
+    distribute_full_tensors()
     distributed = cast(DTensor, parameter)
     replicated = distributed._local_tensor
     if tuple(replicated.shape) != tuple(parameter.shape):
@@ -167,9 +168,10 @@ def from_loaded(
     """
     if isinstance(value, DTensor):
         _check_rank(value)
-        if value._spec.placements == parameter._spec.placements and placement.is_in_order:
+        is_alike = value._spec.placements == parameter._spec.placements
+        if is_alike and placement.is_in_order:
             return value
-        value = value.full_tensor()
+        value = unsharded(value, placement, group) if is_alike else value.full_tensor()
     if value.shape != parameter.shape:
         return value  # load_state_dict raises a better error
     return _laid_out(value, placement, parameter, group)

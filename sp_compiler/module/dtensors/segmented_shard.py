@@ -15,16 +15,17 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed import _state_dict_utils
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import _utils, distribute_tensor
+from torch.distributed.tensor import DTensor, _utils
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._redistribute import DTensorRedistributePlanner
-from torch.distributed.tensor.placement_types import Placement, Replicate, _StridedShard
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
 from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.base.placement import S, Segmentation
@@ -89,7 +90,6 @@ def _understand_segments() -> None:
     names = list(inspect.signature(locate).parameters)
     teach_strided_rules()
     _plan_redistributions()
-    _distribute_full_tensors()
 
     @functools.wraps(split)
     def _split_tensor(
@@ -185,12 +185,24 @@ def _plan_redistributions() -> None:
     )
 
 
-def _distribute_full_tensors() -> None:
-    """Let ``set_model_state_dict`` of rank 0's full tensors cut what is placed in segments.
+@functools.cache
+def distribute_full_tensors() -> None:
+    """Let ``set_model_state_dict`` and ``set_optimizer_state_dict`` cut full tensors as FSDP2 does.
 
-    It cuts a range of rows out of each full tensor.
+    Of rank 0's full tensors they cut a range of rows, which segments are not. Full tensors that
+    every rank has they shard over the data axes first, whereas FSDP2 shards this rank's rows; torch
+    fails for segments, and for a number of rows that the ranks do not divide.
     """
     distribute = _state_dict_utils._distribute_tensors
+    cut = _state_dict_utils.distribute_tensor
+
+    @functools.wraps(cut)
+    def distribute_full_tensor(
+        tensor: Tensor, device_mesh: DeviceMesh, placements: Sequence[Placement]
+    ) -> DTensor:
+        if any(isinstance(where, _StridedShard) for where in placements):
+            return _own_part(tensor, device_mesh, placements)
+        return cut(tensor, device_mesh, placements)
 
     @functools.wraps(distribute)
     def _distribute_tensors(
@@ -201,12 +213,31 @@ def _distribute_full_tensors() -> None:
             pair = local_state_dict.get(key)
             if isinstance(pair, tuple) and any(map(segments_of, pair[0].placements)):
                 like, full = pair
-                local_state_dict[key] = distribute_tensor(
-                    full, like.device_mesh, like.placements, src_data_rank=None
-                )
+                local_state_dict[key] = _own_part(full, like.device_mesh, like.placements)
         distribute(local_state_dict, keys, *args, **kwargs)
 
     _state_dict_utils._distribute_tensors = _distribute_tensors
+    _state_dict_utils.distribute_tensor = distribute_full_tensor  # type: ignore[assignment]
+
+
+def _own_part(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """Return ``full``, which every rank has, with ``placements``, of which one is strided."""
+    part = full
+    # The last axis is cut first, as by ``sp_compiler.module.parameters.own_part``.
+    axes = sorted(range(mesh.ndim), key=lambda axis: (not segments_of(placements[axis]), -axis))
+    for axis in axes:
+        where, rank = placements[axis], mesh.get_local_rank(axis)
+        if segments_of(where):
+            assert isinstance(where, _StridedShard)
+            part = _shards(where, part, mesh.size(axis))[rank]
+        elif isinstance(where, (Shard, _StridedShard)):
+            chunks = part.chunk(mesh.size(axis), where.dim)
+            part = chunks[rank] if rank < len(chunks) else part.narrow(where.dim, 0, 0)
+    # Not a view, which would keep the full tensor alive.
+    part = part.clone(memory_format=torch.contiguous_format)
+    return DTensor.from_local(
+        part, mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
+    )
 
 
 def _not_these_rows(placement: _StridedShard, rows: int) -> UnsupportedError:

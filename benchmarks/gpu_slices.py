@@ -29,6 +29,7 @@ from benchmarks.measure import alternate, ratio
 from benchmarks.models import PAPER_SETUPS, GPTConfig
 from benchmarks.peers.recompute import Recompute
 from tests.helpers.fake_group import fake_group
+from tests.helpers.shared_programs import shared_captures
 
 RANKS = 8
 DROPOUT = 0.1
@@ -80,7 +81,8 @@ class KernelRow:
 
 def slices(device: str, *, small: bool, rounds: int) -> Iterator[SliceRow]:
     """The product, hand-written layers and unsharded ones, dropout on and off."""
-    with fake_group(RANKS), _in_bits_of(device):
+    # Contenders that differ only in options share one capture: a quarter of the compile time.
+    with fake_group(RANKS), _in_bits_of(device), shared_captures():
         for label, config, batch in _layers(small=small):
             ids = contenders.random_ids(config, batch, config.num_positions).to(device)
             for dropout in DROPOUTS:

@@ -21,7 +21,11 @@ from torch.optim import Optimizer
 from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.base.placement import I, Placement, shard_of
 from sp_compiler.module.dtensors.patches import refuse_to_pickle
-from sp_compiler.module.dtensors.segmented_shard import distribute_full_tensors, segmented_shard
+from sp_compiler.module.dtensors.segmented_shard import (
+    distribute_full_tensors,
+    own_chunk,
+    segmented_shard,
+)
 from sp_compiler.runtime.group import TensorParallelGroup
 from sp_compiler.runtime.mesh_axes import EXPERT_AXIS, TENSOR_AXIS
 from sp_compiler.runtime.padding import padded_part, stored_part, stored_shape
@@ -233,10 +237,7 @@ def own_part(part: Tensor, like: DTensor) -> Tensor:
     # Every rank has the same part, so nothing is sent. The last axis is cut first, as a strided
     # shard prescribes.
     for axis, where in reversed(list(enumerate(placements))):
-        if isinstance(where, (Shard, _StridedShard)):
-            chunks = part.chunk(mesh.size(axis), where.dim)
-            rank = mesh.get_local_rank(axis)
-            part = chunks[rank] if rank < len(chunks) else part.narrow(where.dim, 0, 0)
+        part = own_chunk(part, where, mesh, axis)
     return part.clone(memory_format=torch.contiguous_format)
 
 

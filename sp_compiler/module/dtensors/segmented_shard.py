@@ -140,11 +140,15 @@ def _understand_segments() -> None:
 
 def _shards(placement: _StridedShard, tensor: Tensor, world_size: int) -> list[Tensor]:
     """Return the parts of all ranks; the last may be smaller."""
+    return [_shard(placement, tensor, rank, world_size) for rank in range(world_size)]
+
+
+def _shard(placement: _StridedShard, tensor: Tensor, rank: int, world_size: int) -> Tensor:
+    """Return the part of one rank."""
     segments = _segmentation_of(placement)
     if segments is None or sum(segments.sizes) != tensor.shape[placement.dim]:
         raise _not_these_rows(placement, tensor.shape[placement.dim])
-    where = S(placement.dim, *segments)
-    return [stored_part(tensor, where, rank, world_size) for rank in range(world_size)]
+    return stored_part(tensor, S(placement.dim, *segments), rank, world_size)
 
 
 def _has_all(placement: _StridedShard, rows: int, rank: int, world_size: int) -> bool:
@@ -201,7 +205,7 @@ def distribute_full_tensors() -> None:
         tensor: Tensor, device_mesh: DeviceMesh, placements: Sequence[Placement]
     ) -> DTensor:
         if any(isinstance(where, _StridedShard) for where in placements):
-            return _own_part(tensor, device_mesh, placements)
+            return _distributed(tensor, device_mesh, placements)
         return cut(tensor, device_mesh, placements)
 
     @functools.wraps(distribute)
@@ -213,31 +217,37 @@ def distribute_full_tensors() -> None:
             pair = local_state_dict.get(key)
             if isinstance(pair, tuple) and any(map(segments_of, pair[0].placements)):
                 like, full = pair
-                local_state_dict[key] = _own_part(full, like.device_mesh, like.placements)
+                local_state_dict[key] = _distributed(full, like.device_mesh, like.placements)
         distribute(local_state_dict, keys, *args, **kwargs)
 
     _state_dict_utils._distribute_tensors = _distribute_tensors
     _state_dict_utils.distribute_tensor = distribute_full_tensor  # type: ignore[assignment]
 
 
-def _own_part(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+def _distributed(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """Return ``full``, which every rank has, with ``placements``, of which one is strided."""
     part = full
-    # The last axis is cut first, as by ``sp_compiler.module.parameters.own_part``.
+    # The last axis is cut first, as a strided shard prescribes, but segments before all others.
     axes = sorted(range(mesh.ndim), key=lambda axis: (not segments_of(placements[axis]), -axis))
     for axis in axes:
-        where, rank = placements[axis], mesh.get_local_rank(axis)
-        if segments_of(where):
-            assert isinstance(where, _StridedShard)
-            part = _shards(where, part, mesh.size(axis))[rank]
-        elif isinstance(where, (Shard, _StridedShard)):
-            chunks = part.chunk(mesh.size(axis), where.dim)
-            part = chunks[rank] if rank < len(chunks) else part.narrow(where.dim, 0, 0)
+        part = own_chunk(part, placements[axis], mesh, axis)
     # Not a view, which would keep the full tensor alive.
     part = part.clone(memory_format=torch.contiguous_format)
     return DTensor.from_local(
         part, mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
     )
+
+
+def own_chunk(part: Tensor, where: Placement, mesh: DeviceMesh, axis: int) -> Tensor:
+    """Return what this rank has of ``part``, which all ranks of ``axis`` have, if it is placed at
+    ``where`` over that axis; may be a view."""
+    rank, world_size = mesh.get_local_rank(axis), mesh.size(axis)
+    if isinstance(where, _StridedShard) and segments_of(where):
+        return _shard(where, part, rank, world_size)
+    if not isinstance(where, (Shard, _StridedShard)):
+        return part
+    chunks = part.chunk(world_size, where.dim)
+    return chunks[rank] if rank < len(chunks) else part.narrow(where.dim, 0, 0)
 
 
 def _not_these_rows(placement: _StridedShard, rows: int) -> UnsupportedError:

@@ -144,6 +144,8 @@ class DistributedModule(Inspection, Weights):
             # Before FSDP's hooks, and at a point where all ranks can continue.
             self._sp_state.fsdp.refuse_nested_backward()
             self._sp_state.fsdp.end_failed_backward()
+            if over_data:
+                self._sp_state.modes.begin_call(training=self.training)
             self._sp_state.fsdp.free_gathered()
             result = super().__call__(*args, **kwargs)
             if not torch.is_grad_enabled():  # no backward follows

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from sp_compiler.base.errors import NotCompiledError
 from sp_compiler.base.placement import I, Placement
 from sp_compiler.grid.fully_sharded import FullySharded, compute_dtype
+from sp_compiler.grid.same_modes import SameModes
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.module.hooks.block_hooks import Invocation
 from sp_compiler.module.hooks.block_values import BlockForms
@@ -67,6 +68,7 @@ class ModuleState:
             parameters.
         loss_only: whether the next call needs only the loss; ``build`` compiles accordingly.
         agreement: compares the ranks' calls.
+        modes: compares in which mode ranks with other data call.
         compared: kinds and names of the tensors that were compared over the ranks.
         fixed: placements of all parameters that a program uses; ``None`` before the first program.
         ties: groups of names of parameters that were tied when a program was compiled.
@@ -109,6 +111,7 @@ class ModuleState:
         self.deferred.others_wait = self.fsdp.has_unreduced
         self.deferred.drop_others = self.fsdp.drop_unreduced_of
         self.agreement = RankAgreement(self.group, "module", self.options)
+        self.modes = SameModes(self.group)
         self.fixed: dict[str, Placement] | None = None
         self.ties: set[tuple[str, ...]] = set()
         self.latest: CompiledProgram | None = None

@@ -27,6 +27,11 @@ _NO_SHARDED_SAVE = (
     f"where state = module.full_state_dict() (or {_FULL_STATE}), which all ranks must "
     "call, and save on rank 0"
 )
+_ONE_RANKS_STAGES = (
+    "the module of a pipeline has the parameters of this rank's stages: call state = "
+    "pipeline.full_state_dict() on all ranks, and on rank 0 torch.save(state, path) or "
+    "pipeline.module.save_pretrained(folder, state_dict=state)"
+)
 
 
 class Weights(MirrorModule):
@@ -98,8 +103,11 @@ class Weights(MirrorModule):
 
         Raises:
             ArgumentError: the parameters have no data yet.
+            UnsupportedError: of the module of a pipeline, which has one rank's stages.
         """
         state = self._sp_state
+        if not state.layout.calls_root:
+            raise UnsupportedError(_ONE_RANKS_STAGES)
         with state.group.reporting():
             require_data(state)
             state.agreement.require_equal("calls full_state_dict()", {})
@@ -121,9 +129,12 @@ class Weights(MirrorModule):
         Raises:
             UnsupportedError: on several ranks, without ``state_dict=`` with unsharded weights.
         """
-        # By default, HuggingFace saves state_dict(), which has one rank's part of each weight.
-        if self._sp_state.group.world_size > 1 and kwargs.get("state_dict") is None:
-            raise UnsupportedError(_NO_SHARDED_SAVE)
+        # By default, HuggingFace saves state_dict(), which has one rank's part of the weights.
+        if kwargs.get("state_dict") is None:
+            if not self._sp_state.layout.calls_root:
+                raise UnsupportedError(_ONE_RANKS_STAGES)
+            if self._sp_state.group.world_size > 1:
+                raise UnsupportedError(_NO_SHARDED_SAVE)
         # A copy, since HuggingFace empties the dict.
         if kwargs.get("state_dict") is not None:
             kwargs["state_dict"] = dict(kwargs["state_dict"])
@@ -144,23 +155,41 @@ def _without_advice() -> Iterator[None]:
         logger.disabled = was_disabled
 
 
+def distinct(state: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
+    """Return the values of a state dict that was made with ``keep_vars``, each once, by all its
+    names: tied parameters are one object there."""
+    # The dict keeps the values alive, so that no two of them have the same id.
+    names: dict[int, list[str]] = {}
+    for name, value in state.items():
+        names.setdefault(id(value), []).append(name)
+    return {tuple(same): state[same[0]] for same in names.values()}
+
+
 @torch.no_grad()
 @_without_advice()
+def unsharded(value: Any, *, keeps: bool) -> Any:
+    """Return a value of a state dict, if a tensor unsharded and on the CPU; a collective call.
+
+    ``keeps``: whether this rank needs it; otherwise ``None`` instead of a tensor, dropped at once:
+    the rank may lack memory for the full model.
+    """
+    full = value.full_tensor() if isinstance(value, DTensor) else value
+    if not isinstance(full, Tensor):
+        return full
+    return full.detach().cpu() if keeps else None
+
+
+def keeps_full_state(group: TensorParallelGroup) -> bool:
+    """Return whether this rank has full state dicts: one of those with the same parameters."""
+    return group.rank == group.data.rank == 0
+
+
 def _full_state_dict(module: nn.Module, group: TensorParallelGroup) -> dict[str, Tensor]:
     """Return the unsharded state of ``module`` on the CPU of rank 0, ``{}`` on other ranks; a
     collective call."""
-    # Only one rank of the job, since ranks with other batches hold the same weights.
-    keeps = group.rank == group.data.rank == 0
-    made: dict[int, Any] = {}
+    keeps = keeps_full_state(group)
+    state = module.state_dict(keep_vars=True)
     result = {}
-    # With keep_vars tied parameters are one object, and so become one tensor.
-    for name, value in module.state_dict(keep_vars=True).items():
-        if id(value) not in made:
-            full = value.full_tensor() if isinstance(value, DTensor) else value
-            if isinstance(full, Tensor):
-                # Dropped at once on other ranks, which may lack memory for the full model.
-                full = full.detach().cpu() if keeps else None
-            # The source is kept alive, so that no other object gets its id.
-            made[id(value)] = value, full
-        result[name] = made[id(value)][1]
-    return result if keeps else {}
+    for names, value in distinct(state).items():
+        result.update(dict.fromkeys(names, unsharded(value, keeps=keeps)))
+    return {name: result[name] for name in state} if keeps else {}

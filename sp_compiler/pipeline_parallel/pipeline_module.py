@@ -35,7 +35,7 @@ from sp_compiler.pipeline_parallel.microbatches import (
     require_one_way,
     user_outputs,
 )
-from sp_compiler.pipeline_parallel.ranks import StageRanks, Weigh
+from sp_compiler.pipeline_parallel.ranks import Weigh
 from sp_compiler.pipeline_parallel.runner import Feed, StageRunner
 from sp_compiler.pipeline_parallel.schedules import Schedule, most_in_flight
 from sp_compiler.pipeline_parallel.stage_parameters import StageParameters
@@ -97,7 +97,6 @@ class PipelineModule(StageParameters):
         self._ends: list[int] = []
         # Weak references: the program cache keeps only a few programs.
         self._runners = WeakKeyDictionary[CompiledProgram, StageRunner]()
-        self._stage_ranks = StageRanks(self._state, axis)
         # Every compilation goes through the cut, including those for inputs of another size.
         self._build, self._state.build = self._state.build, self._build_to_cut
         self._build_loss = build_loss

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from sp_compiler.grid.initial_weights import agree_on_weights
 from sp_compiler.grid.watched_group import WatchedGroup, watched
 from sp_compiler.module.calls import weights_of
 from sp_compiler.module.state import ModuleState
+from sp_compiler.module.weights import distinct, keeps_full_state, unsharded
 from sp_compiler.ops.counter import call_seed, draw_seed
 from sp_compiler.pipeline_parallel.axes import PipelineAxis
 from sp_compiler.runtime.group import broadcast, on_device
@@ -70,6 +71,16 @@ class StageRanks:
         # Hooks of this stage's blocks: its tensor-parallel ranks gather values for them.
         if hooks := self._state.layout.hooks():
             self._state.agreement.require_equal("runs hooks of blocks", {"hooks": hooks})
+
+    def require_all(self, purpose: str) -> None:
+        """Raise an error unless all stages, and all ranks of "tp", come with the same ``purpose``.
+
+        Raises:
+            RankMismatchError: a rank calls something else, or does not arrive.
+        """
+        if self._axis.size > 1:
+            self._agreement.require_equal(purpose, {})
+        self._state.agreement.require_equal(purpose, {})
 
     def agree_on_weights(self) -> None:
         """Compare parameters and buffers with those of the other stages, or take the first rank's.
@@ -140,6 +151,40 @@ class StageRanks:
         # Gradients are averaged over the parts of the data, which would divide again.
         return [weight / total.to(weight) * data.size for weight in weights]
 
+    def on_first(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of all stages, unsharded, on the CPU of the first rank of the mesh, and
+        ``{}`` on other ranks; a collective call.
+
+        Other ranks hold one unsharded tensor at a time.
+
+        Args:
+            state: what this rank's stages hold, made with ``keep_vars``.
+        """
+        axis, device = self._axis, self._state.device()
+        # The ranks of all stages that keep tensors are one pipeline.
+        keeps = keeps_full_state(self._state.group)
+        values = distinct(state)
+        own = {names: _described(value) for names, value in values.items()}
+        ranks: list[dict[tuple[str, ...], Any]] = [{} for _ in range(axis.size)]
+        dist.all_gather_object(ranks, own, group=axis.group)
+        # A buffer that no stage writes is the same on every rank.
+        first = {names: rank for rank in reversed(range(axis.size)) for names in ranks[rank]}
+        receives = keeps and axis.rank == 0
+        result: dict[str, Any] = {}
+        for names, value in values.items():
+            full = unsharded(value, keeps=keeps)
+            if receives:
+                result.update(dict.fromkeys(names, full))
+            elif isinstance(full, Tensor) and first[names] == axis.rank:
+                # As bytes: backends lack some dtypes.
+                sent = full.to(device).contiguous().view(-1).view(torch.uint8)
+                dist.send(sent, group=axis.group, group_dst=0)
+        for rank in range(1, axis.size) if receives else ():
+            for names, like in ranks[rank].items():
+                if first[names] == rank:
+                    result.update(dict.fromkeys(names, _received(like, rank, axis, device)))
+        return result
+
     def total(self, losses: Iterable[Tensor]) -> Tensor:
         """Return the sum of ``losses``, which the last stage has, on every rank of the pipeline."""
         # In 64 bits, since the other ranks do not know the dtype of the loss.
@@ -148,6 +193,21 @@ class StageRanks:
             total += loss
         # The other ranks add 0.
         return self._axis.watched.communicator.all_reduce(total, "P", "I")
+
+
+def _described(value: Any) -> Any:
+    """Return a tensor's shape and dtype, as a tensor without data; other values as they are."""
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+
+def _received(like: Any, rank: int, axis: PipelineAxis, device: torch.device) -> Any:
+    if not isinstance(like, Tensor):
+        return like
+    received = torch.empty(like.nbytes, dtype=torch.uint8, device=device)
+    dist.recv(received, group=axis.group, group_src=rank)
+    return received.cpu().view(like.dtype).view(like.shape)
 
 
 def _number(weight: Any) -> Tensor:

@@ -14,10 +14,12 @@ from sp_compiler.base.errors import ArgumentError
 from sp_compiler.grid.data_parallel import apply_data_parallelism
 from sp_compiler.grid.gathered import GatheredParameters
 from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.module.calls import require_data
 from sp_compiler.module.distributed_module import DistributedModule
 from sp_compiler.module.shared_memory import check_memory_apart
 from sp_compiler.module.views import NamedTensors
 from sp_compiler.pipeline_parallel.axes import PipelineAxis
+from sp_compiler.pipeline_parallel.ranks import StageRanks
 from sp_compiler.pipeline_parallel.stage_program import Stage
 from sp_compiler.pipeline_parallel.ties import TiedParameters, holders_of
 from sp_compiler.runtime.mesh_axes import REPLICATE_AXIS
@@ -41,6 +43,9 @@ class StageParameters:
         self.module = module
         self._state = module._sp_state
         self._axis = axis
+        self._stage_ranks = StageRanks(self._state, axis)
+        # Later this rank has only some of them.
+        self._names = list(module.state_dict())
         self._trained: tuple[bool, ...] = ()
         self._ties = TiedParameters({}, axis)
         self._gathered: GatheredParameters | None = None
@@ -82,6 +87,32 @@ class StageParameters:
         """
         state = self.module.state_dict()
         return {name: value for name, value in state.items() if name not in self._foreign}
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return the model's own weights, unsharded, on the CPU of rank 0; ``{}`` on other ranks.
+
+        All ranks of the mesh must call it. Apart from the result on rank 0, a rank holds one
+        unsharded tensor at a time. Pass the result to ``torch.save``, to the original model's
+        ``load_state_dict`` or to ``pipeline.module.save_pretrained(folder, state_dict=...)``.
+
+        Raises:
+            ArgumentError: the parameters have no data yet.
+            RankMismatchError: another rank of "pp" or "tp" calls something else.
+        """
+        with self._stage_ranks.reporting():
+            require_data(self._state)
+            self._stage_ranks.require_all("calls full_state_dict()")
+            elsewhere = {id(parameter) for parameter in self.counted_elsewhere}
+            own = {
+                name: value
+                for name, value in self.module.state_dict(keep_vars=True).items()
+                if name not in self._foreign and id(value) not in elsewhere
+            }
+            found = self._stage_ranks.on_first(own)
+        # In the model's order, then what was registered later.
+        return {
+            name: found[name] for name in dict.fromkeys([*self._names, *found]) if name in found
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load this rank's parameters and buffers from ``state_dict``, which may have more.

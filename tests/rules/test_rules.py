@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -130,6 +131,40 @@ def test_what_partial_sums_pass_through(
     ways = [strategy for strategy in offered(whole, 2) if strategy.operands[0] == P]
     assert bool(ways) == is_linear
     for way in ways:
+        check(whole, way, 2)
+
+
+@pytest.mark.parametrize(
+    ("values", "is_sharded"), [((4, 3), True), ((4, 5), True), ((6, 3), False)], ids=str
+)
+@pytest.mark.parametrize("target", [aten.scatter.src, aten.scatter_add.default], ids=str)
+def test_values_put_at_indices_are_sharded_like_these(
+    target: Any, values: tuple[int, ...], is_sharded: bool
+) -> None:
+    """There may be more values than indices: the first are put. Each row has its own values."""
+    # Integers, as torch has no gradient of such values.
+    given, index = torch.arange(28).view(4, 7), torch.tensor([[0, 2, 5], [6, 1, 3]] * 2)
+    put = 100 + torch.arange(math.prod(values)).view(values)
+    whole = Whole.of(Call(target, (given, 1, index, put), {}))
+    ways = list(offered(whole, 2))
+    assert any(way.results == (S(0),) for way in ways) is is_sharded
+    for way in ways:
+        check(whole, way, 2)
+
+
+@pytest.mark.parametrize(
+    ("target", "values"),
+    [
+        (aten.gather.default, ()),
+        (aten.scatter.src, (torch.tensor(3.0).double(),)),
+        (aten.scatter.value, (0.0,)),
+    ],
+    ids=str,
+)
+def test_a_vector_takes_a_single_number_as_an_index(target: Any, values: tuple[Any, ...]) -> None:
+    given = torch.randn(6).double()
+    whole = Whole.of(Call(target, (given, 0, torch.tensor(2), *values), {}))
+    for way in offered(whole, 2):
         check(whole, way, 2)
 
 

@@ -170,32 +170,39 @@ def _one_hot(node: Node) -> OpRule | None:
 
 @rule("aten::gather")
 def _gather(node: Node) -> OpRule:
-    shape, index = operand_shapes(node)
-    dims = _aligned(shape, index, positive_dim(arguments(node)["dim"], len(shape)))
+    dims = _aligned(node)
     return OpRule(dims, dims[1:], linear=FIRST_OPERAND)
 
 
 @rule("aten::scatter", "aten::scatter_add", "aten::scatter_reduce")
 def _scatter(node: Node) -> OpRule:
     """Jointly linear in the tensor and the values put or added into it."""
-    shape, index, *source = operand_shapes(node)
-    target, part = _aligned(shape, index, positive_dim(arguments(node)["dim"], len(shape)))
-    same = [part if shape == index else private(shape, "s") for shape in source]
+    target, *others = _aligned(node)
     given = arguments(node)
     linear: tuple[tuple[int, ...], ...] = ()
     if "reduce" not in given:
         # Each rank would put in a scalar, and the sum would have it once per rank: only 0 works.
-        linear = ((0, 2),) if source else FIRST_OPERAND if given["value"] == 0 else ()
-    return OpRule((target, part, *same), (target,), linear=linear)
+        has_source = len(others) > 1
+        linear = ((0, 2),) if has_source else FIRST_OPERAND if given["value"] == 0 else ()
+    return OpRule((target, *others), (target,), linear=linear)
 
 
-def _aligned(shape: tuple[int, ...], index: tuple[int, ...], dim: int) -> tuple[Dims, Dims]:
-    """Dims of a tensor and of indices into its ``dim``; the other dims share factors if equal."""
-    # A shorter dim of the index takes only the front: parts of both would not correspond.
-    alike = [d for d in range(len(shape)) if d != dim and shape[d] == index[d]]
-    blocked = [d for d in range(len(shape)) if d not in alike]
-    dims, own = numbered(shape, blocked=blocked), private(index, "i")
-    return dims, tuple(dims[d] if d in alike else own[d] for d in range(len(shape)))
+def _aligned(node: Node) -> tuple[Dims, ...]:
+    """Dims of a tensor, of indices into its ``dim``, and of the values put there, if any; their
+    other dims share factors if all are equal."""
+    shape, *others = operand_shapes(node)
+    dim = positive_dim(arguments(node)["dim"], len(shape))
+    # A shorter dim of the index takes only the front of the tensor, and of longer values: parts of
+    # them would not correspond.
+    alike = [
+        d for d in range(len(shape)) if d != dim and all(other[d] == shape[d] for other in others)
+    ]
+    dims = numbered(shape, blocked=[d for d in range(len(shape)) if d not in alike])
+    # By their own number of dims: one index into a vector may be 0-dim.
+    return dims, *(
+        tuple(dims[d] if d in alike else own for d, own in enumerate(private(other, f"i{index}_")))
+        for index, other in enumerate(others)
+    )
 
 
 def _local_split_sizes(call: LocalCall) -> list[int]:

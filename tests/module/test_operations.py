@@ -320,6 +320,47 @@ def test_a_function_and_its_gradient_are_those_of_one_device(ranks: Any, name: s
             torch.testing.assert_close(functions[name, where], expected, rtol=1e-12, atol=1e-13)
 
 
+# Functions whose result is small, and of which the sum over all elements, or the square of the
+# norm, is more than float16 holds.
+_NARROW: dict[str, Callable[[Tensor], Tensor]] = {
+    "mse": lambda x: F.mse_loss(x, -x.detach()),
+    "huber": lambda x: F.huber_loss(x, -x.detach()),
+    "norm": lambda x: x.norm(),
+    "norms": lambda x: x.norm(3, dim=1).amax(),
+}
+
+
+def _narrow_start() -> Tensor:
+    return torch.linspace(1, 30, 2048).view(8, 256).half()
+
+
+def _narrow() -> dict[str, tuple[Tensor, Tensor]]:
+    """Results and gradients by function."""
+    divide_by_all_elements()
+    reduce_all_dims()
+    take_plain_operands()
+    mesh = init_device_mesh("cpu", (2,))
+    result = {}
+    for name, function in _NARROW.items():
+        x = distribute_tensor(_narrow_start(), mesh, [Shard(1)]).requires_grad_()
+        value = function(x)
+        # Loss scaling, with which a gradient of the sum would overflow too.
+        (value * 4096).backward()
+        result[name] = full(value.detach()), full(x.grad)
+    return result
+
+
+def test_what_fits_float16_does_not_overflow_on_the_way() -> None:
+    for actual in run_on_ranks(2, _narrow):
+        for name, function in _NARROW.items():
+            x = _narrow_start().requires_grad_()
+            value = function(x)
+            (value * 4096).backward()
+            assert value.isfinite()
+            assert x.grad is not None
+            torch.testing.assert_close(actual[name], (value.detach(), x.grad), rtol=5e-3, atol=0)
+
+
 def test_what_is_sharded_alike_needs_no_collective(mesh: Any) -> None:
     divide_by_all_elements()
     x = distribute_tensor(_START.clone(), mesh, [Shard(0)], src_data_rank=None).requires_grad_()

@@ -62,12 +62,17 @@ def divide_by_all_labels() -> None:
 def _mean_over_all(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run a loss, or its gradient; a mean as the sum, divided by the number of elements."""
     given = named_arguments(operation, args, kwargs)
-    is_mean = given["reduction"] == _MEAN
-    given["reduction"] = _SUM if is_mean else given["reduction"]
-    tensors = [x for x in given.values() if isinstance(x, Tensor)]
-    result = by_rule_or_whole(operation, [*given.values()], {})
-    shapes = [x.shape for x in tensors]
-    return result / torch.broadcast_shapes(*shapes).numel() if is_mean else result
+    if given["reduction"] != _MEAN:
+        return by_rule_or_whole(operation, [*given.values()], {})
+    given["reduction"] = _SUM
+    tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+    # In float16 a sum, or a gradient before it is divided, would overflow.
+    is_narrow = {x.dtype for x in tensors.values()} == {torch.float16}
+    if is_narrow:
+        given |= {name: x.float() for name, x in tensors.items()}
+    total = by_rule_or_whole(operation, [*given.values()], {})
+    mean = total / torch.broadcast_shapes(*(x.shape for x in tensors.values())).numel()
+    return mean.half() if is_narrow else mean
 
 
 def _mean_over_labels(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -24,7 +24,9 @@ counts only its own.
 
 ``weight.norm(dim=1).sum()`` along a sharded dim adds up the norms of each rank's part, and takes
 the norm of these sums; ``mask.any(1).to(dtype)`` counts the ranks that have one. Here pending norms
-are reduced before they are summed, and ``any`` is reduced immediately.
+are reduced before they are summed, and ``any`` is reduced immediately. ``weight.norm()`` of a
+float16 weight is infinite if the norm of a part is more than 256: here norms of 16-bit tensors are
+reduced in float32.
 
 ``fill_`` of a pending sum, as in the ones of ``F.cosine_embedding_loss``, fills the summand of
 every rank, so that the sum is too large by the number of ranks.
@@ -99,6 +101,7 @@ _GRADIENTS_OF_PARTS = (
     torch.ops.aten.slice_backward.default,
 )
 _ANY = overloads_of([torch.ops.aten.any])
+_NORM = torch.ops.aten.linalg_vector_norm.default
 # Reductions for which an empty list of dims means all dims.
 _OVER_ALL_DIMS = tuple(
     getattr(getattr(torch.ops.aten, name), overload)
@@ -311,9 +314,15 @@ def _reduce(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
         given["self"] = _without_pending(given["self"])
     if given.get("dim") == []:
         given["dim"] = list(range(given["self"].ndim))
+    # Else norms of parts would overflow in float16 when they are squared, to be added up.
+    is_narrow = operation is _NORM and given["dtype"] is None and given["self"].itemsize == 2
+    result_dtype = given["self"].dtype
+    if is_narrow:
+        given["dtype"] = torch.float32
     positional = [a.name for a in operation._schema.arguments if not a.kwarg_only]
     values = [given.pop(name) for name in positional if name in given]
-    return by_rule_or_whole(operation, values, given)
+    result = by_rule_or_whole(operation, values, given)
+    return _without_pending(result).to(result_dtype) if is_narrow else result
 
 
 def _reduce_now(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DTensor:

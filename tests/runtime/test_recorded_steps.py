@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 import sp_compiler
 from sp_compiler.runtime.cuda_graphs import device_graph
+from sp_compiler.runtime.failures import boards
 from sp_compiler.runtime.rank_checks import RankAgreement
 from tests.helpers.recorded_graph import Pool, record_on_cpu
 
@@ -93,6 +94,28 @@ def test_memory_that_the_ranks_share_lives_as_long_as_the_step(
     del module
     gc.collect()
     assert smaller() is None
+
+
+def test_an_error_in_the_backward_of_a_replay_is_a_failure(
+    pools: list[Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other ranks may wait in its graph: they must hear of it, as of an error in any backward."""
+    errors: list[BaseException] = []
+    board = SimpleNamespace(trains=True, report=errors.append)
+    monkeypatch.setattr(boards, "_BOARDS", {"group": board})
+    run_backward = boards._reported(torch.autograd.graph._engine_run_backward)
+    monkeypatch.setattr(torch.autograd, "_engine_run_backward", run_backward)
+    module = _recorded()
+    loss = module(_x(3))[0]
+    loss.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    assert [type(error) for error in errors] == [ZeroDivisionError]
+    own = _x(3).requires_grad_()
+    own.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        own.sum().backward()
+    assert len(errors) == 1
 
 
 def test_gradients_that_are_put_off_in_between_are_refused(pools: list[Pool]) -> None:

@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
 )
 
 from sp_compiler.runtime.failures.board import FailureBoard
-from sp_compiler.runtime.parameter_gradients import refuse_as_inputs
+from sp_compiler.runtime.parameter_gradients import CompiledFunction, refuse_as_inputs
 
 _BOARDS: weakref.WeakKeyDictionary[dist.ProcessGroup, FailureBoard] = weakref.WeakKeyDictionary()
 
@@ -79,10 +79,6 @@ def _watch_process() -> None:
     sys.excepthook = excepthook
 
 
-# By name: the modules of these autograd functions come after this one in the order of imports.
-_OURS = {"RegionFunctionBackward", "ReplicateParametersBackward"}
-
-
 def _reported(run_backward: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``run_backward`` that reports its errors to the boards if it runs a module's
     backward."""
@@ -105,11 +101,12 @@ def _reported(run_backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _runs_compiled_code(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether a region computed ``tensors``: other ranks may wait for its collectives."""
+    """Return whether a compiled module computed ``tensors``: other ranks may wait for its
+    collectives."""
     pending = [tensor.grad_fn for tensor in tensors if isinstance(tensor, torch.Tensor)]
     seen = set(pending)
     for node in pending:  # the list grows
-        if type(node).__name__ in _OURS:
+        if issubclass(getattr(node, "_forward_cls", object), CompiledFunction):
             return True
         following = [after for after, _ in getattr(node, "next_functions", ()) if after not in seen]
         seen.update(following)

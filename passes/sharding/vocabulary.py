@@ -58,11 +58,10 @@ def _embedding(node: Node, values: dict[str, Any], world_size: int, emit: Emit) 
 def _loss(node: Node, values: dict[str, Any], world_size: int, emit: Emit) -> Node:
     logits, target, ignore = values["self"], values["target"], values["ignore_index"]
     weight, smoothing = values["weight"], values["label_smoothing"]
-    classes = arguments(node)["self"].meta["val"].shape[1]
+    classes, dtype = arguments(node)["self"].meta["val"].shape[1], logits.meta["val"].dtype
     if weight is None and smoothing == 0:
         pair = emit(VOCAB_NLL.overload, logits, target, ignore, classes, world_size)
     else:
-        dtype = logits.meta["val"].dtype
         weights = weight or emit(_aten.new_ones.default, target, [classes], dtype=dtype)
         args = (logits, target, weights, ignore, classes, smoothing, world_size)
         pair = emit(VOCAB_SMOOTHED_NLL.overload, *args)
@@ -70,17 +69,18 @@ def _loss(node: Node, values: dict[str, Any], world_size: int, emit: Emit) -> No
     # ATen's codes: 0 none, 1 mean, 2 sum.
     if values["reduction"] == 0:
         return nll
-    total = emit(_aten.sum.default, nll)
-    if values["reduction"] == 2:
-        return total
-    # The mean is over the tokens that are not ignored.
-    counted = emit(_aten.ne.Scalar, target, ignore)
-    if weight is not None:  # a label counts with the weight of its class
-        index = emit(_aten.where.ScalarOther, counted, target, 0)
-        counted = emit(
-            _aten.where.ScalarOther, counted, emit(_aten.index.Tensor, weight, [index]), 0
-        )
-    return emit(_aten.div.Tensor, total, emit(_aten.sum.default, counted))
+    # As torch's kernels of a GPU accumulate: in float16 the sum of many rows would overflow.
+    wide = {"dtype": torch.float32} if dtype.itemsize == 2 else {}
+    loss = emit(_aten.sum.default, nll, **wide)
+    if values["reduction"] == 1:
+        # The mean is over the tokens that are not ignored.
+        counted = emit(_aten.ne.Scalar, target, ignore)
+        if weight is not None:  # a label counts with the weight of its class
+            index = emit(_aten.where.ScalarOther, counted, target, 0)
+            own = emit(_aten.index.Tensor, weight, [index])
+            counted = emit(_aten.where.ScalarOther, counted, own, 0)
+        loss = emit(_aten.div.Tensor, loss, emit(_aten.sum.default, counted, **wide))
+    return emit(_aten._to_copy.default, loss, dtype=dtype) if wide else loss
 
 
 def _logsumexp(node: Node, values: dict[str, Any], world_size: int, emit: Emit) -> Node:

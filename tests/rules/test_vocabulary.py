@@ -13,8 +13,11 @@ import sp_compiler
 from sp_compiler.ir.fx import calls
 from sp_compiler.passes.sharding.reasons import why_replicated
 from sp_compiler.rules.vocabulary import vocabulary_obstacle, vocabulary_strategies
+from sp_compiler.verification.simulate import simulated_ranks
 from tests.helpers import parity
 from tests.helpers.normalized import normalized, randn
+from tests.helpers.one_operator import compiled_step, join, lower, scatter
+from tests.helpers.operator_call import Call, Whole, offered
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 aten = torch.ops.aten
@@ -85,3 +88,27 @@ def test_classes_first_are_sharded() -> None:
     assert compiled.param_placements["head.weight"].is_sharded
     nodes = [node for region in compiled.program.regions for node in region.module.graph.nodes]
     assert any(node.target is torch.ops.sp_compiler.vocab_nll.default for node in nodes)
+
+
+def test_the_losses_of_many_rows_are_summed_in_float32() -> None:
+    """Each is small; in float16 their sum would be inf."""
+    logits = torch.linspace(-1, 1, 4 * 65536).view(-1, 4).half()
+    target = torch.arange(len(logits)) % 2
+    exact = logits.float().requires_grad_()
+    expected = F.cross_entropy(exact, target)
+    (4096 * expected).backward()
+    whole = Whole.of(Call(aten.cross_entropy_loss.default, (logits, target), {}))
+    (way,) = [way for way in offered(whole, 2) if way.lowering == "vocabulary"]
+    run, generator = compiled_step(lower(whole, way, 2), 2), torch.Generator()
+    operands = zip(whole.inputs, way.operands, strict=True)
+    parts = [scatter(x, placement, 2, generator) for x, placement in operands]
+    scale = scatter(torch.tensor(4096.0).half(), way.results[0], 2, generator)
+    with simulated_ranks(2) as tp:
+        (loss,), (grad, _) = run(tp, parts, [scale])
+    for actual, true, where in (
+        (loss, expected, way.results[0]),
+        (grad, exact.grad, way.operands[0]),
+    ):
+        assert true is not None
+        found = join(actual, where, tuple(true.shape))
+        torch.testing.assert_close(found, true.detach().half(), rtol=5e-3, atol=1e-4)

@@ -136,9 +136,7 @@ class DistributedModule(Inspection, Weights):
             # Before this call, so that FSDP's hooks run in it.
             self.prepare(*args, **kwargs)
         group, over_data = self._sp_state.group, self._sp_state.waits_over_data
-        for board in group.boards(over_data=over_data):
-            # If no call has recorded a graph, no backward can have errors that concern the group.
-            board.trains |= torch.is_grad_enabled()
+        group.note_call(over_data=over_data)
         with group.reporting(over_data=over_data):
             self._sp_state.fsdp.warn_of_left_out()
             # Before FSDP's hooks, and at a point where all ranks can continue.

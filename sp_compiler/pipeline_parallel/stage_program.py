@@ -8,7 +8,7 @@
     stage 2    Tables h.2 Epilogue            receives hidden, returns the loss
 
 A value that skips a stage (an encoder's output, a router's logits) is received and sent on by every
-every stage in between. Values that depend on inputs alone are not sent: each stage that reads them
+stage in between. Values that depend on inputs alone are not sent: each stage that reads them
 calls ``Tables``: elementwise work at memory bandwidth, which is many times that of a link.
 """
 

@@ -81,6 +81,12 @@ class TensorParallelGroup:
         own = [] if self.board is None else [self.board]
         return (*own, *(self.data_boards if over_data else ()))
 
+    def note_call(self, *, over_data: bool = True) -> None:
+        """Note on the boards whether a call that begins records a graph: as long as none has, no
+        backward can have errors that concern the group."""
+        for board in self.boards(over_data=over_data):
+            board.trains |= torch.is_grad_enabled()
+
     @contextlib.contextmanager
     def reporting(self, *, over_data: bool = True) -> Iterator[None]:
         """Context whose errors raise on the other ranks too.

@@ -77,6 +77,7 @@ class CompiledGraph:
         Raises:
             RankMismatchError: the ranks call different graphs, or pass inputs of different kinds.
         """
+        self._group.note_call(over_data=False)
         with self._group.reporting(over_data=False):
             return self._run(args)
 

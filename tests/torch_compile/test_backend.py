@@ -22,6 +22,8 @@ from sp_compiler.base.placement import Placement, S
 from sp_compiler.base.shards import local_part
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ops.communicator import Communicator
+from sp_compiler.runtime.failures.board import FailureBoard
+from sp_compiler.runtime.group import TensorParallelGroup
 from sp_compiler.torch_compile.backend import sp_compiler_backend
 from sp_compiler.torch_compile.dynamo_graph import DynamoGraph, dotted_path
 from sp_compiler.torch_compile.full_parameters import gather_gradients
@@ -229,6 +231,15 @@ def test_parameter_changed_between_forward_and_backward_is_noticed() -> None:
         model.blocks[0].up.weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_errors_of_a_backward_concern_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first call that records a graph on, as those of a compiled module."""
+    board = FailureBoard.__new__(FailureBoard)
+    board.trains, board.unfinished_step = False, None
+    monkeypatch.setattr(TensorParallelGroup, "boards", lambda group, **_: (board,))
+    compiled_by_dynamo(counting_net())(random_ids(), random_ids())
+    assert board.trains
 
 
 @pytest.mark.parametrize(

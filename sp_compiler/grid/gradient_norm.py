@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.grid.watched_group import watched
+from sp_compiler.runtime.parameter_gradients import local_tensor
 from sp_compiler.runtime.reductions import refuse_pending
 
 _Axis = tuple[int, ...]
@@ -90,7 +91,7 @@ def clip_grad_norm_(
         )
     # Without reading the total, which would make the host wait for the device.
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for parts in _by_kind([_local(grad) for grad in grads]):
+    for parts in _by_kind([local_tensor(grad) for grad in grads]):
         factor = scale.to(parts[0].device)
         if _has_foreach(parts[0], foreach):
             torch._foreach_mul_(parts, factor)
@@ -128,7 +129,7 @@ def _total_norm(
     for grad in grads:
         axes = sharded_over(grad)
         groups.update(axes)
-        by_axes.setdefault(frozenset(axes), []).append(_local(grad))
+        by_axes.setdefault(frozenset(axes), []).append(local_tensor(grad))
     device = communication_device(grads)
     powers = [_sum_of_powers(parts, p, foreach).to(device) for parts in by_axes.values()]
     dtype = max((power.dtype for power in powers), default=torch.float32, key=lambda t: t.itemsize)
@@ -189,15 +190,11 @@ def sharded_over(grad: Tensor) -> dict[_Axis, dist.ProcessGroup]:
 def communication_device(grads: Iterable[Tensor]) -> torch.device:
     """Return the device for collectives; gradients that FSDP offloads are on another device."""
     for grad in grads:
-        local = _local(grad)
+        local = local_tensor(grad)
         kind = grad.device_mesh.device_type if isinstance(grad, DTensor) else local.device.type
         return local.device if local.device.type == kind else torch.device(kind)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator if accelerator is not None else torch.device("cpu")
-
-
-def _local(grad: Tensor) -> Tensor:
-    return grad._local_tensor if isinstance(grad, DTensor) else grad
 
 
 def _by_kind(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:

@@ -13,6 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from sp_compiler.runtime.parameter_gradients import local_tensor
+
 _COLLECTIVES = {
     "all_gather_into_tensor": "all-gather",
     "_allgather_base_": "all-gather",
@@ -102,14 +104,9 @@ class Recorder(TorchDispatchMode):
 
     def _numbers(self, tensors: Iterable[Tensor]) -> set[int]:
         """Return the indices of the storages of ``tensors`` that exist."""
-        pointers = {_local(tensor).untyped_storage().data_ptr() for tensor in tensors}
+        pointers = {local_tensor(tensor).untyped_storage().data_ptr() for tensor in tensors}
         return {number for number in self._now() if self._made[number][1] in pointers}
 
     def _bytes(self, numbers: Iterable[int], left_out: set[int]) -> int:
         left_out = left_out | self._left_out
         return sum(self._made[number][2] for number in numbers if number not in left_out)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local

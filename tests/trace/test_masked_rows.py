@@ -173,13 +173,14 @@ NEAR_MISSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
         "go back to other places",
     ),
     "a scaled sum": (
-        lambda x, p: x.index_add(
-            0, torch.where(p[:, 0] > 0)[0], x[torch.where(p[:, 0] > 0)[0]], alpha=2
-        ),
+        lambda x, p: x.index_add(0, (t := torch.where(p[:, 0] > 0)[0]), x[t], alpha=2),
         "go back to other places",
     ),
     "written several times": (
-        lambda x, p: x.index_put((torch.where(p > 0)[0],), x[torch.where(p > 0)[0]]),
+        lambda x, p: x.index_put((t := torch.where(p > 0)[0],), x[t]), "written several times",
+    ),
+    "the weights of two slots may be equal": (
+        lambda x, p: x.index_put((t := torch.where(p.topk(2)[0] == 1)[0],), x[t]),
         "written several times",
     ),
     "their number": (

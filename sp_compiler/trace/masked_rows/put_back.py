@@ -188,11 +188,11 @@ def _chooses_once(mask: Node, axes: Sequence[int]) -> bool:
     experts = others[0] if compared.target is _aten.eq.Tensor else None
     if isinstance(experts, Node) and _viewed(experts).target is not _aten.arange.default:
         return False
-    if not isinstance(chosen, Node) or _viewed(chosen).target is not _aten.topk.default:
+    topk = _topk_of_indices(chosen) if isinstance(chosen, Node) else None
+    if topk is None:
         return False
     # A slot may have many tokens. The mask may be permuted: sizes tell which dim is which.
-    is_slot = same_shape([shape_of(mask)[axis] for axis in axes], [arguments(_viewed(chosen))["k"]])
-    return not is_slot
+    return not same_shape([shape_of(mask)[axis] for axis in axes], [arguments(topk)["k"]])
 
 
 def _viewed(node: Node) -> Node:
@@ -200,6 +200,15 @@ def _viewed(node: Node) -> Node:
     while node.target in _PARTS and isinstance(source := node.args[0], Node):
         node = source
     return node
+
+
+def _topk_of_indices(node: Node) -> Node | None:
+    """Return the ``topk`` whose indices ``node`` views; its values, unlike these, may be equal."""
+    while node.target in _PARTS and isinstance(source := node.args[0], Node):
+        if source.target is _aten.topk.default:
+            return source if node.args[1] == 1 else None
+        node = source
+    return None
 
 
 def is_table(index: Any) -> bool:

@@ -54,16 +54,21 @@ class RankAgreement:
 
     Args:
         group: the ranks that must agree.
-        kind: kind of the caller, such as "module"; created in the same order on every rank of the
-            group.
+        kind: kind of the caller, such as "module"; all ranks create these in the same order.
         options: this rank's compile options by name, which must be the same on every rank.
+        numbered: whether a call is compared only with those of the same caller.
 
     Attributes:
         every_call: whether each call is compared before it sends anything.
     """
 
     def __init__(
-        self, group: TensorParallelGroup, kind: str, options: Mapping[str, str] | None = None
+        self,
+        group: TensorParallelGroup,
+        kind: str,
+        options: Mapping[str, str] | None = None,
+        *,
+        numbered: bool = True,
     ) -> None:
         self.every_call = group.collectives is not None
         self._group = group
@@ -71,7 +76,7 @@ class RankAgreement:
         for board in (group.board, *group.data_boards):
             if board is not None:
                 # Counted by group: a rank may also have modules of its own, or of other groups.
-                self._names[board] = f"{kind} {board.num_users[kind]}"
+                self._names[board] = f"{kind} {board.num_users[kind]}" if numbered else kind
                 board.num_users[kind] += 1
         self._options = dict(options or {})
         self._kinds: OrderedDict[tuple[CallKey, str], _Kind] = OrderedDict()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn
 
@@ -12,18 +13,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 
 from sp_compiler.base.errors import ArgumentError, SPCompilerError, expected_one_of
+from sp_compiler.base.units import check_seconds
 from sp_compiler.base.warn import warn
 from sp_compiler.compiler import build
 from sp_compiler.ir.hints import Parameters, parameters_of, unmatched
 from sp_compiler.options import CompileOptions, Options
 from sp_compiler.planning.costly_fallbacks import FallbackCheck
 from sp_compiler.planning.planned_program import PlannedProgram
-from sp_compiler.runtime.group import TensorParallelGroup, tensor_parallel_group
+from sp_compiler.runtime.group import RANK_TIMEOUT, TensorParallelGroup, tensor_parallel_group
 from sp_compiler.runtime.mesh_axes import refuse_expert_axis
 from sp_compiler.torch_compile.compiled_graph import CompiledGraph
 from sp_compiler.torch_compile.dynamo_graph import DynamoGraph
 
-_OPTIONS = ("tp", *Options.__annotations__, "mesh")
+_OPTIONS = ("tp", *Options.__annotations__, "mesh", "rank_timeout")
 
 
 def sp_compiler_backend(
@@ -110,6 +112,8 @@ def _parse(
             "'replicate' (sp_compiler.compile can return sharded ones)"
         )
     mesh: DeviceMesh | None = options.pop("mesh", None)
+    rank_timeout = options.pop("rank_timeout", RANK_TIMEOUT.total_seconds())
+    check_seconds("rank_timeout", rank_timeout)
     tp = options.pop("tp", 1 if mesh is None else None)
     values: Any = {**options, "outputs": "replicate"}
     checked = CompileOptions.of(1 if tp is None else tp, values)
@@ -121,7 +125,8 @@ def _parse(
     if checked.tp > 1:
         checked.refuse_device_memory("backend")
     refuse_expert_axis(mesh)
-    group = tensor_parallel_group(tp, mesh, device_type, of_graph=True)
+    timeout = timedelta(seconds=rank_timeout)
+    group = tensor_parallel_group(tp, mesh, device_type, timeout, of_graph=True)
     return dataclasses.replace(checked, tp=group.world_size), group
 
 

@@ -21,7 +21,7 @@ from sp_compiler.runtime.kernels import compile_kernels
 from sp_compiler.runtime.keys.call_key import CallKey, call_key
 from sp_compiler.runtime.program_cache import ProgramCache
 from sp_compiler.runtime.rank_checks import RankAgreement, fingerprints
-from sp_compiler.torch_compile.dynamo_graph import BoundInputs, DynamoGraph
+from sp_compiler.torch_compile.dynamo_graph import BoundInputs, DynamoGraph, GraphIdentity
 from sp_compiler.torch_compile.full_parameters import local_parameters
 from sp_compiler.trace.environment import without_saved_tensor_hooks
 
@@ -30,10 +30,22 @@ Build = Callable[[nn.Module, Sequence[Tensor]], CompiledProgram]
 
 @dataclass(frozen=True)
 class GraphKey(CallKey):
-    """A call of one dynamo graph; ``structure`` is the graph's fingerprint."""
+    """A call of one dynamo graph; ``structure`` is its :class:`GraphIdentity`."""
+
+    structure: GraphIdentity
+
+    def parts(self) -> dict[str, str]:
+        parts = super().parts()
+        # Last: other parts say in words how two graphs differ, if they can. Where sizes have
+        # changed, dynamo leaves them open in later calls too.
+        del parts["structure"]
+        text = f"{self.structure.fingerprint[:12]} (torch._dynamo.reset() discards those captured)"
+        graph = {"graph that dynamo captured": text}
+        shapes = {f"parameter {name!r}": str(shape) for name, shape in self.structure.shapes}
+        return {**shapes, **parts, **graph}
 
     def describe(self) -> str:
-        return f"graph {self.structure[:12]}, {super().describe()}"
+        return f"graph {self.structure.fingerprint[:12]}, {super().describe()}"
 
 
 @dataclass(frozen=True)
@@ -69,7 +81,9 @@ class CompiledGraph:
         self._group = group
         self._build = build
         self._programs = ProgramCache[_Compiled]()
-        self._agreement = RankAgreement(group, "graph", options)
+        # Dynamo may capture a graph on one rank alone, whose call is compared with that of another
+        # graph: it says what differs.
+        self._agreement = RankAgreement(group, "graph", options, numbered=False)
 
     def __call__(self, *args: Any) -> Any:
         """Return the graph's outputs, replicated; update the buffers that it changes.
@@ -109,16 +123,15 @@ class CompiledGraph:
 
     def _compiled(self, bound: BoundInputs) -> _Compiled:
         """Return the program for these inputs, compiled on all ranks if necessary."""
-        plain = call_key((), bound.params.values(), bound.values, self._graph.fingerprint)
+        plain = call_key((), bound.params.values(), bound.values, self._graph.identity)
         # Dynamo may leave numbers (`lengths.max().item()`) and layouts to the graph.
         key = self._programs.decided(GraphKey(**vars(plain)), bound.tensors, bound.buffers)
         compiled = self._programs.get(key)
 
-        def names() -> list[str]:
-            return [str(index) for index in range(len(bound.values))]
-
         # Even if there is a program: other ranks would wait for one that compiles.
-        self._agreement.begin_call(key, bound.values, names, compiled=compiled is not None)
+        self._agreement.begin_call(
+            key, bound.values, self._graph.value_sources, compiled=compiled is not None
+        )
         if compiled is None:
             compiled = self._add_program(bound, key)
         return compiled

@@ -49,6 +49,22 @@ class BoundInputs:
 
 
 @dataclass(frozen=True)
+class GraphIdentity:
+    """What tells graphs apart, the same for equal graphs on every rank.
+
+    Attributes:
+        fingerprint: a hash of its code and of its inputs.
+        shapes: names and shapes of its parameters; the fingerprint covers them too.
+    """
+
+    fingerprint: str
+    shapes: tuple[tuple[str, tuple[int, ...]], ...] = field(compare=False)
+
+    def __str__(self) -> str:
+        return self.fingerprint
+
+
+@dataclass(frozen=True)
 class DynamoGraph:
     """Graph that dynamo passes to a backend; parameters and buffers are among its inputs.
 
@@ -59,14 +75,14 @@ class DynamoGraph:
         names: unique dotted names of parameters and buffers in the user's model; values have the
             placeholders' names.
         sources: dynamo's expression of each input, such as ``L['x']``.
-        fingerprint: text that is the same for equal graphs on every rank.
+        identity: what tells it apart from other graphs.
     """
 
     module: GraphModule
     kinds: tuple[InputKind, ...]
     names: tuple[str, ...]
     sources: tuple[str, ...]
-    fingerprint: str
+    identity: GraphIdentity
 
     @classmethod
     def of(cls, module: GraphModule, example_inputs: Sequence[Any]) -> DynamoGraph:
@@ -92,8 +108,13 @@ class DynamoGraph:
                 "gradient checkpointing inside the model is ignored: recompute= of sp_compiler "
                 "governs"
             )
-        fingerprint = _fingerprint(module, kinds, names, example_inputs)
-        return cls(module, kinds, names, tuple(sources), fingerprint)
+        identity = _identity(module, kinds, names, example_inputs)
+        return cls(module, kinds, names, tuple(sources), identity)
+
+    def value_sources(self) -> list[str]:
+        """Return dynamo's expressions of the inputs that are neither parameters nor buffers."""
+        named = zip(self.kinds, self.sources, strict=True)
+        return [source for kind, source in named if kind in ("number", "value")]
 
     def bind(self, args: Sequence[Any]) -> BoundInputs:
         """Return the arguments of a call by kind."""
@@ -297,15 +318,17 @@ def _dot_module_paths(module: GraphModule, root: str) -> None:
             }
 
 
-def _fingerprint(
+def _identity(
     module: GraphModule,
     kinds: Sequence[InputKind],
     names: Sequence[str],
     example_inputs: Sequence[Any],
-) -> str:
+) -> GraphIdentity:
+    inputs = list(zip(kinds, names, example_inputs, strict=True))
+    shapes = {name: tuple(example.shape) for kind, name, example in inputs if kind == "param"}
     # Includes the bodies of checkpointed regions, which the outer code only names.
     text = [body.code for body in module.modules() if isinstance(body, GraphModule)]
-    for kind, name, example in zip(kinds, names, example_inputs, strict=True):
-        # Shapes of values are part of each call's key; those of parameters never change.
-        text.append(f"{kind} {name} {tuple(example.shape) if kind == 'param' else ''}")
-    return hashlib.sha256("\n".join(text).encode()).hexdigest()
+    # Shapes of values are part of each call's key; those of parameters never change.
+    text += [f"{kind} {name} {shapes.get(name, '')}" for kind, name, _ in inputs]
+    fingerprint = hashlib.sha256("\n".join(text).encode()).hexdigest()
+    return GraphIdentity(fingerprint, tuple(shapes.items()))

@@ -45,7 +45,9 @@ def test_starts_that_were_cut_off_are_passed_over() -> None:
     # All of a start were listed, and then it ended: the list is no answer to who comes now.
     with pytest.raises(RankMismatchError, match="rank 2 of 3 ranks is there"):
         agreed_store(store, 2, 3, timedelta(seconds=0.1))
-    with pytest.raises(RankMismatchError, match="rank 0 of 3 ranks is there, but 2 others"):
+    with pytest.raises(
+        RankMismatchError, match="rank 0 of 3 ranks is there, but the others have not"
+    ):
         agreed_store(store, 0, 3, timedelta(seconds=0.1))
 
 

@@ -250,6 +250,7 @@ def test_errors_of_a_backward_concern_the_ranks(monkeypatch: pytest.MonkeyPatch)
         ({"recompute": "some"}, ArgumentError, "'selective'"),
         ({"recompute": "auto"}, ArgumentError, "memory_budget"),
         ({"tp": 0}, ArgumentError, "positive int"),
+        ({"rank_timeout": 0}, ArgumentError, "rank_timeout=0: expected a positive number"),
         ({"tp": 2}, ArgumentError, "init_process_group"),
         ({"recompue": "full"}, ArgumentError, "did you mean 'recompute'"),
     ],

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._dynamo.utils import counters
 
 from sp_compiler.base.errors import RankMismatchError
@@ -113,12 +114,17 @@ def _net_on_ranks() -> dict[str, Any]:
     with torch.no_grad():
         result["eval"] = abs(compiled(ids, ids).item() - expected(ids, ids).item())
     model.train()
-    # A new shape on one rank alone: dynamo compiles there and finds its code on the other.
-    with pytest.raises(RankMismatchError, match=r"rank 1: .*\(2, 7\)"):
-        compiled(random_ids(seq=4 + 3 * rank), random_ids(seq=4 + 3 * rank))
+    # A new shape on one rank alone: dynamo compiles there and finds its code on the other, as the
+    # labels are the ids again.
+    longer = random_ids(seq=4 + 3 * rank)
+    with pytest.raises(RankMismatchError, match=r"L\['ids'\](?s:.*)rank 1: .*\(2, 7\)"):
+        compiled(longer, longer)
+    wider = nn.Linear(8, 8 + rank, dtype=torch.float64)
+    with pytest.raises(RankMismatchError, match=r"rank 1: parameter 'weight': \(9, 8\)"):
+        compiled_by_dynamo(wider, tp=2)(torch.zeros(2, 8, dtype=torch.float64))
+    torch._dynamo.reset()  # dynamo on rank 1 now expects sizes to change
     model.num_calls.zero_()
     result["after mismatch"] = abs(compiled(ids, ids).item() - true_loss)
-    torch._dynamo.reset()  # dynamo on rank 1 now expects sizes to change
     dropped = compiled_by_dynamo(counting_net(p=0.5), tp=2)
     torch.manual_seed(5 + rank)
     result["dropped"] = dropped(ids, ids).item()

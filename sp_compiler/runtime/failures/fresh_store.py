@@ -69,9 +69,9 @@ def agreed_store(store: dist.Store, rank: int, world_size: int, timeout: timedel
         name = _joined(store, own, rank)
         time.sleep(_LOOK_EVERY_S)
     if name is None:
-        who = f"{world_size - 1} others have" if rank == 0 else "rank 0, or another one, has"
+        who = "the others have not all" if rank == 0 else "rank 0, or another one, has not"
         raise RankMismatchError(
-            f"rank {rank} of {world_size} ranks is there, but {who} not come after {timeout}: "
+            f"rank {rank} of {world_size} ranks is there, but {who} come after {timeout}: "
             "every rank must make the same process groups and modules"
         )
     return dist.PrefixStore(name, store)

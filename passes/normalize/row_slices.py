@@ -44,7 +44,7 @@ def _chain(node: Node) -> list[Node]:
     while len(chain[-1].users) == 1 and dim % rank != rank - 1:
         last = chain[-1]
         if is_call(last, _aten.linear.default):
-            return chain if _widens(last) and last.args[0].op == "call_function" else []
+            return chain if _is_wide(last) and last.args[0].op == "call_function" else []
         if not _is_elementwise(last):
             break
         chain.append(last.args[0])
@@ -65,6 +65,8 @@ def _is_elementwise(node: Node) -> bool:
     return pointwise and same and all(len(shape_of(operand)) < 2 for operand in rest)
 
 
-def _widens(product: Node) -> bool:
-    depth, columns = (example_number(shape_of(each)[-1]) for each in (product.args[0], product))
-    return bool(columns > depth)
+def _is_wide(product: Node) -> bool:
+    """Return whether a matmul has wider rows than its operand; with a vector it has none."""
+    x, weight = product.args[:2]
+    depth, columns = (example_number(shape_of(each)[-1]) for each in (x, product))
+    return len(shape_of(weight)) == 2 and bool(columns > depth)

@@ -233,3 +233,14 @@ def test_a_slice_behind_a_product_of_a_value_with_itself_stays() -> None:
         "aten.slice.Tensor",
     ]
     torch.testing.assert_close(outputs(captured, *args)[0], last_squared(*args), rtol=1e-14, atol=0)
+
+
+def test_a_slice_behind_products_with_a_vector_stays() -> None:
+    """Its dim is another one of the rows before the product, which have one dim more."""
+    args = randn(4, 6, 4), randn(4)
+
+    def first(x: Tensor, w: Tensor) -> Tensor:
+        return F.linear(x.tanh(), w)[:3]
+
+    captured = normalized(first, *args)
+    torch.testing.assert_close(outputs(captured, *args)[0], first(*args), rtol=1e-14, atol=0)

@@ -46,7 +46,9 @@ def _linear(node: Node) -> OpRule | None:
     operands: tuple[Dims, ...] = (dims, ((out,), (inner,)))
     results = ((*dims[:-1], (out,)),)
     if bias:
-        return OpRule((*operands, ((out,),)), results, linear=((0, 2), (1, 2)))
+        # It may be a single number for all outputs.
+        summand = broadcast(bias[0], results[0], (*x[:-1], weight[0]))
+        return OpRule((*operands, summand), results, linear=((0, 2), (1, 2)))
     return OpRule(operands, results, contracted=(inner,), linear=((0,), (1,)))
 
 

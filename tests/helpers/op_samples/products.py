@@ -11,10 +11,12 @@ aten = torch.ops.aten
 
 
 def _linear(draw: Draw) -> Args:
+    """With a bias for each output, or the same one for all."""
     *lead, inner = draw.shape(1)
     out = draw.size()
-    bias = draw.one_of([], [draw.numbers(out)])
-    return [draw.numbers(*lead, inner), draw.numbers(out, inner), *bias]
+    bias = draw.one_of(None, (out,), (out,), (), (1,))
+    summand = [] if bias is None else [draw.numbers(*bias)]
+    return [draw.numbers(*lead, inner), draw.numbers(out, inner), *summand]
 
 
 def _product(draw: Draw, batch: Shape, other: Shape | None = None) -> Args:

@@ -55,9 +55,9 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not slow'
 
-# Four at once on two cores: many of these start processes of their own, and wait for them.
+# Three at once on two cores: many of these start processes of their own, and wait for them.
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -q -n 4 --dist loadfile -m slow
+	$(BIN)/python -m pytest -q -n 3 --dist loadfile -m slow
 
 # Other versions than the pinned one are CUDA builds of gigabytes: an environment of its own each.
 compat: COMPAT := .compat/$(TORCH)

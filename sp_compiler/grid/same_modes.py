@@ -17,8 +17,6 @@ from sp_compiler.runtime.failures.board import FailureBoard
 from sp_compiler.runtime.group import TensorParallelGroup
 from sp_compiler.runtime.mesh_axes import EXPERT_AXIS, SHARD_AXIS
 
-_KIND = "modes"
-
 
 class SameModes:
     """Raises an error on all ranks if some change to a mode that others do not change to.
@@ -34,8 +32,7 @@ class SameModes:
         # is that of two axes together.
         for axis, board in zip(group.data.names, group.data_boards, strict=False):
             if axis in (SHARD_AXIS, EXPERT_AXIS):
-                self._names[board] = f"{_KIND} {board.num_users[_KIND]}"
-                board.num_users[_KIND] += 1
+                self._names[board] = board.new_user("modes")
         self._latest: str | None = None
 
     def begin_call(self, *, training: bool) -> None:

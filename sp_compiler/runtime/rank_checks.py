@@ -75,9 +75,7 @@ class RankAgreement:
         self._names: dict[FailureBoard, str] = {}
         for board in (group.board, *group.data_boards):
             if board is not None:
-                # Counted by group: a rank may also have modules of its own, or of other groups.
-                self._names[board] = f"{kind} {board.num_users[kind]}" if numbered else kind
-                board.num_users[kind] += 1
+                self._names[board] = board.new_user(kind) if numbered else kind
         self._options = dict(options or {})
         self._kinds: OrderedDict[tuple[CallKey, str], _Kind] = OrderedDict()
         self._comparisons: list[_RankComparison] = []

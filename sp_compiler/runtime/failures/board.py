@@ -54,7 +54,6 @@ class FailureBoard:
         unfinished_step: the optimizer whose ``step()`` has started but not finished.
         trains: whether a call recorded a graph, so that errors in backward concern the group.
         before_next: function that runs once, before the next collective starts.
-        num_users: by kind (modules, graphs), the number of users of this board.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, kind: str, timeout: timedelta) -> None:
@@ -69,11 +68,19 @@ class FailureBoard:
         self.unfinished_step: str | None = None
         self.trains = False
         self.before_next: Callable[[], None] | None = None
-        self.num_users: Counter[str] = Counter()
+        self._num_users: Counter[str] = Counter()
         self._num_exchanges: Counter[str] = Counter()
         self._round = 0
         self._failed = False
         self._broken: str | None = None
+
+    def new_user(self, kind: str) -> str:
+        """Return a name for the exchanges of one more user of that kind, such as a module; all
+        ranks create these in the same order."""
+        # Counted by board: a rank may also have modules of its own, or of other groups.
+        number = self._num_users[kind]
+        self._num_users[kind] += 1
+        return f"{kind} {number}"
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:

@@ -167,15 +167,17 @@ class StageRanks:
         own = {names: _described(value) for names, value in values.items()}
         ranks: list[dict[tuple[str, ...], Any]] = [{} for _ in range(axis.size)]
         dist.all_gather_object(ranks, own, group=axis.group)
-        # A buffer that no stage writes is the same on every rank.
+        # Of tied weights, and of a buffer that no stage writes, several ranks have the same values.
         first = {names: rank for rank in reversed(range(axis.size)) for names in ranks[rank]}
         receives = keeps and axis.rank == 0
         result: dict[str, Any] = {}
         for names, value in values.items():
+            if first[names] != axis.rank:
+                continue
             full = unsharded(value, keeps=keeps)
             if receives:
                 result.update(dict.fromkeys(names, full))
-            elif isinstance(full, Tensor) and first[names] == axis.rank:
+            elif isinstance(full, Tensor):
                 # As bytes: backends lack some dtypes.
                 sent = full.to(device).contiguous().view(-1).view(torch.uint8)
                 dist.send(sent, group=axis.group, group_dst=0)

@@ -102,12 +102,8 @@ class StageParameters:
         with self._stage_ranks.reporting():
             require_data(self._state)
             self._stage_ranks.require_all("calls full_state_dict()")
-            elsewhere = {id(parameter) for parameter in self.counted_elsewhere}
-            own = {
-                name: value
-                for name, value in self.module.state_dict(keep_vars=True).items()
-                if name not in self._foreign and id(value) not in elsewhere
-            }
+            state = self.module.state_dict(keep_vars=True)
+            own = {name: value for name, value in state.items() if name not in self._foreign}
             found = self._stage_ranks.on_first(own)
         # In the model's order, then what was registered later.
         return {

@@ -5,6 +5,7 @@ All ranks are simulated in one process, with torch's own rules for DTensors.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import _disable_current_modes
 
 from sp_compiler import UnsupportedError
 from sp_compiler.base.placement import Placement, S
@@ -212,19 +214,24 @@ def test_what_needs_a_range_of_rows_raises(ranks: DeviceMesh, where: Placement) 
 
 
 @pytest.mark.parametrize("ranks", [4], indirect=True)
-def test_another_axis_over_the_same_rows_raises(ranks: DeviceMesh) -> None:
-    """As ``fully_shard`` cuts a part of a tensor-parallel rank; its placement says nothing true."""
+@pytest.mark.parametrize("where", [S(0, (8, 2, 2)), S(0, (6, 4)), S(1, (4, 2))], ids=str)
+def test_another_axis_over_the_same_rows(ranks: DeviceMesh, where: Placement) -> None:
+    """As ``fully_shard`` cuts a part of a tensor-parallel rank, also into uneven chunks."""
     mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "tp"))
-    full = _random(7)
-    parts = {}
-    for rank in range(4):
-        part = stored_part(full, S(0, (8, 2, 2)), rank % 2, 2)
-        parts[rank] = part.chunk(2)[rank // 2].clone()
-    placements = (_StridedShard(0, split_factor=2), segmented_shard(0, (8, 2, 2)))
+    with _disable_current_modes():  # else each part would be one of four ranks
+        full = _random(7)[: sum(where.segments) if where.dim == 0 else None]
+        rows = [stored_part(full, where, rank, 2).chunk(2, where.dim) for rank in range(2)]
+        parts = {rank: rows[rank % 2][rank // 2].clone() for rank in range(4)}
+    own = (_StridedShard(where.dim, split_factor=2), segmented_shard(where.dim, where.segments))
     meta = TensorMeta(full.shape, full.stride(), full.dtype)
-    stored = DTensor(LocalTensor(parts), DTensorSpec(mesh, placements, meta), requires_grad=False)
-    with pytest.raises(UnsupportedError, match="another mesh axis shards it too"):
-        stored.full_tensor()
+    stored = DTensor(LocalTensor(parts), DTensorSpec(mesh, own, meta), requires_grad=False)
+    for other in itertools.product(
+        (Replicate(), Shard(0), Shard(1), own[0]), (Replicate(), Shard(0), Shard(1), own[1])
+    ):
+        moved = stored.redistribute(placements=other)
+        assert torch.equal(_full(moved), full), other
+        assert torch.equal(moved.redistribute(placements=own).to_local(), stored.to_local()), other
+    torch.testing.assert_close(_full(stored.norm(dim=0)), full.norm(dim=0))
 
 
 def test_placements_are_told_apart() -> None:

@@ -7,6 +7,7 @@ import functools
 import pickle
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -198,19 +199,20 @@ def _with_fsdp() -> bool:
         before = {name: value.clone() for name, value in model.state_dict().items()}
         for name, value in module.state_dict().items():
             assert torch.equal(_full(value), before[name]), name
+        for name, parameter in module.named_parameters():
+            assert torch.equal(parameter.full_tensor(), before[name]), name
         for one in (model, module):
-            optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+            # Means over each dim of the gradients; it rounds to bfloat16 in between.
+            optimizer = torch.optim.Adafactor(one.parameters(), lr=0.01)
             one(**inputs).loss.backward()
-            optimizer.step()
+            with mock.patch.object(Tensor, "bfloat16", Tensor.clone):
+                optimizer.step()
         after = module.state_dict()
         for name, value in model.state_dict().items():
             torch.testing.assert_close(_full(after[name]), value, rtol=1e-6, atol=1e-7)
-        name, fused = next(
-            (n, p) for n, p in module.named_parameters() if "segments" in repr(p.placements)
-        )
-        assert after[name].placements[-1] == Shard(0)
-        with pytest.raises(UnsupportedError, match="another mesh axis shards it too"):
-            fused.full_tensor()
+        fused = [n for n, p in module.named_parameters() if "segments" in repr(p.placements)]
+        assert fused
+        assert all(after[name].placements[-1] == Shard(0) for name in fused)
         for name, value in module.full_state_dict().items():
             torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-6, atol=1e-7)
         saved = copy.deepcopy(after)

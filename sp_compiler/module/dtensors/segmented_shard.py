@@ -16,7 +16,7 @@ import functools
 import hashlib
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,11 @@ from torch.distributed import _state_dict_utils
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, _utils
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor._redistribute import DTensorRedistributePlanner
+from torch.distributed.tensor._redistribute import (
+    DTensorRedistributePlanner,
+    _gen_transform_infos_non_cached,
+    _TransformInfo,
+)
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
 from sp_compiler.base.errors import UnsupportedError
@@ -155,12 +159,20 @@ def _has_all(placement: _StridedShard, rows: int, rank: int, world_size: int) ->
     """Return whether ``rows`` is the number of rows that ``rank`` has in all segments."""
     segments = _segmentation_of(placement)
     assert segments is not None
-    if not segments.units:
-        return rows * world_size == sum(segments.sizes)
     # Simulated ranks, which have no single number, have different sizes.
-    if not isinstance(rank, int):
+    if segments.units and not isinstance(rank, int):
         return True
-    return rows == sum(S(0, *segments).true_parts(rank, world_size))
+    return rows == _own_rows(placement, sum(segments.sizes), rank, world_size)
+
+
+def _own_rows(placement: Placement, rows: int, rank: int, world_size: int) -> int:
+    """Return how many of ``rows`` ``rank`` has; without segments, the last ranks may have fewer."""
+    segments = _segmentation_of(placement) or Segmentation((rows,), rows)
+    if sum(segments.sizes) != rows:
+        raise _not_these_rows(placement, rows)
+    if not segments.units:
+        return rows // world_size
+    return sum(S(0, *segments).true_parts(rank, world_size))
 
 
 def _plan_redistributions() -> None:
@@ -171,22 +183,80 @@ def _plan_redistributions() -> None:
     def generate_graph_based_transform_infos(
         self: DTensorRedistributePlanner, source: DTensorSpec, target: DTensorSpec, *args: Any
     ) -> Any:
-        axes = list(zip(source.placements, target.placements, strict=True))
-        if not any(segments_of(have) or segments_of(want) for have, want in axes):
-            return plan(self, source, target, *args)
-        # The factor does not describe an order of mesh axes, and a change from shard to shard must
-        # go through the full tensor. Later versions find both out, torch 2.11 raises an error.
-        between = [
-            Replicate() if have != want and (segments_of(have) or segments_of(want)) else have
-            for have, want in axes
-        ]
-        full = DTensorSpec(source.mesh, tuple(between), tensor_meta=source.tensor_meta)
-        there = self.generate_greedy_transform_infos(source, full)
-        return there + self.generate_greedy_transform_infos(full, target)
+        if any(map(segments_of, (*source.placements, *target.placements))):
+            return _steps(source, target)
+        return plan(self, source, target, *args)
 
     DTensorRedistributePlanner.generate_graph_based_transform_infos = (  # type: ignore[method-assign]
         generate_graph_based_transform_infos  # type: ignore[assignment]
     )
+
+
+class _Cut(NamedTuple):
+    """What a mesh axis does to a dim with segments: it shards a tensor of ``shape``."""
+
+    axis: int
+    placement: Placement
+    shape: tuple[int, ...]
+
+
+def _steps(source: DTensorSpec, target: DTensorSpec) -> list[_TransformInfo]:
+    """Return the steps from ``source`` to ``target``.
+
+    Dims with segments are joined in the reverse order of their cuts, through the full tensor: the
+    factor describes neither the order of mesh axes nor a change from shard to shard.
+    """
+    joined, cut = _cuts(source), _cuts(target)
+    between = _gen_transform_infos_non_cached(_replicated(source, joined), _replicated(target, cut))
+    # Segments that stay are not gathered because another axis joins their rows.
+    same = [each for each in joined if joined == cut or segments_of(each.placement)]
+    stay = [each for each in same if each in cut]
+    first = [each for each in reversed(joined) if each not in stay]
+    last = [each for each in cut if each not in stay]
+    return [
+        *(_TransformInfo(axis, (where, Replicate()), shape) for axis, where, shape in first),
+        *between,
+        *(_TransformInfo(axis, (Replicate(), where), shape) for axis, where, shape in last),
+    ]
+
+
+def _cuts(spec: DTensorSpec) -> list[_Cut]:
+    """Return how the dims with segments are sharded, in order."""
+    cuts: list[_Cut] = []
+    order = _cutting_order(spec.placements)
+    for dim in sorted({_dim(where) for where in spec.placements if segments_of(where)}):
+        axes = [axis for axis in order if _dim(spec.placements[axis]) == dim]
+        rows = spec.shape[dim]
+        for axis in axes:
+            where = spec.placements[axis]
+            # Other axes cut the rows of this rank, whatever these are in the full tensor.
+            where = where if segments_of(where) else Shard(dim)
+            cuts.append(_Cut(axis, where, (*spec.shape[:dim], rows, *spec.shape[dim + 1 :])))
+            # Not after the last one: a simulated rank has no single number.
+            if axis != axes[-1]:
+                rows = _own_rows(where, rows, spec.mesh.get_local_rank(axis), spec.mesh.size(axis))
+    return cuts
+
+
+def _dim(placement: Placement) -> int:
+    """Return the dim that ``placement`` shards, -1 if none."""
+    return placement.dim if isinstance(placement, (Shard, _StridedShard)) else -1
+
+
+def _cutting_order(placements: Sequence[Placement]) -> list[int]:
+    """Return the axes in the order in which they cut: the last one first, as a strided shard
+    prescribes, but segments before all others."""
+    return sorted(
+        range(len(placements)), key=lambda axis: (not segments_of(placements[axis]), -axis)
+    )
+
+
+def _replicated(spec: DTensorSpec, cuts: Sequence[_Cut]) -> DTensorSpec:
+    """Return ``spec`` before ``cuts``."""
+    placements = list(spec.placements)
+    for each in cuts:
+        placements[each.axis] = Replicate()
+    return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)
 
 
 @functools.cache
@@ -227,9 +297,7 @@ def distribute_full_tensors() -> None:
 def _distributed(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """Return ``full``, which every rank has, with ``placements``, of which one is strided."""
     part = full
-    # The last axis is cut first, as a strided shard prescribes, but segments before all others.
-    axes = sorted(range(mesh.ndim), key=lambda axis: (not segments_of(placements[axis]), -axis))
-    for axis in axes:
+    for axis in _cutting_order(placements):
         part = own_chunk(part, placements[axis], mesh, axis)
     # Not a view, which would keep the full tensor alive.
     part = part.clone(memory_format=torch.contiguous_format)
@@ -250,11 +318,11 @@ def own_chunk(part: Tensor, where: Placement, mesh: DeviceMesh, axis: int) -> Te
     return chunks[rank] if rank < len(chunks) else part.narrow(where.dim, 0, 0)
 
 
-def _not_these_rows(placement: _StridedShard, rows: int) -> UnsupportedError:
+def _not_these_rows(placement: Placement, rows: int) -> UnsupportedError:
     return UnsupportedError(
-        f"dim {placement.dim} of a DTensor is sharded in {_text(placement)} but "
-        f"the ranks hold {rows} rows: a view changed the dim, or another mesh axis shards it too "
-        "(fully_shard). Use the parameter itself, or module.full_state_dict()"
+        f"dim {_dim(placement)} of a DTensor is sharded in {_text(placement)} but "
+        f"the ranks hold {rows} rows: a view changed the dim. Use the parameter itself, or "
+        "module.full_state_dict()"
     )
 
 

@@ -9,6 +9,7 @@ from torch.fx import Node
 
 from sp_compiler.base.pass_report import Pass
 from sp_compiler.ir.fx import arguments, is_call, shape_of
+from sp_compiler.ir.op_traits import RESHAPES
 from sp_compiler.ir.rewriting import insert_call, replace_call, replace_with
 from sp_compiler.ir.symbolic import same_shape
 
@@ -17,7 +18,7 @@ _aten = torch.ops.aten
 _NONE, _MEAN, _SUM = 0, 1, 2  # torch's enumeration of reductions
 _NO_LABEL = -(2**31)
 """``ignore_index`` where nothing is ignored: with torch's default, -100 would not be an error."""
-_RESHAPES = (_aten.reshape.default, _aten.view.default, _aten.flatten.using_ints)
+_RESHAPED = (*RESHAPES, _aten.flatten.using_ints)
 
 
 def cross_entropy(node: Node) -> None:
@@ -79,7 +80,7 @@ def nll_loss(node: Node) -> None:
     """Rewrite the loss of rows of ``log_softmax(x)`` to the fused loss, which shards by class."""
     args = arguments(node)
     shape, source = shape_of(args["self"]), args["self"]
-    while is_call(source, *_RESHAPES):
+    while is_call(source, *_RESHAPED):
         source = source.args[0]
     if len(shape) != 2 or not is_call(source, _aten.log_softmax.int):
         return

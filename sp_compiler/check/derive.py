@@ -24,9 +24,8 @@ from sp_compiler.check.shapes import (
     global_shape,
     local_shapes,
 )
-from sp_compiler.check.torch_functions import RESHAPES
 from sp_compiler.ir.fx import arguments, tensor_operands
-from sp_compiler.ir.op_traits import FILLED, draws, writes
+from sp_compiler.ir.op_traits import FILLED, RESHAPES, draws, writes
 from sp_compiler.ir.rewriting import make_call
 from sp_compiler.ops.registry import operator_of
 from sp_compiler.rules.factors import OpRule, reshaped
@@ -236,7 +235,7 @@ def _reshaped_segments(
 
     The rule treats ``b h`` as one factor if neither shape has ``b`` alone.
     """
-    is_reshape = shadow.target in (*RESHAPES, aten._unsafe_view.default)
+    is_reshape = shadow.target in RESHAPES
     if not is_reshape or len(set(operands[0].segments)) != 1:
         return []
     (operand,), result = tensor_operands(shadow), tuple(shadow.meta["val"].shape)
@@ -253,7 +252,7 @@ def _merged_segments(shadow: Node, operands: Sequence[Placement]) -> list[Strate
 
     (b, s, h, d) S(2|4,2,2) -> (b, s, h d) S(2|4d,2d,2d)
     """
-    is_reshape = shadow.target in (*RESHAPES, aten._unsafe_view.default)
+    is_reshape = shadow.target in RESHAPES
     if not is_reshape or not operands[0].segments:
         return []
     shape, dim = tensor_operands(shadow)[0].meta["val"].shape, operands[0].dim

@@ -29,7 +29,6 @@ from sp_compiler.check.derive import Results, declared_strategies, derive
 from sp_compiler.check.report import CheckReport
 from sp_compiler.check.shapes import global_shape
 from sp_compiler.check.torch_functions import (
-    RESHAPES,
     UNKNOWN_LINEAR,
     call,
     is_rewritten,
@@ -37,7 +36,7 @@ from sp_compiler.check.torch_functions import (
     reshape,
 )
 from sp_compiler.ir.fx import arguments, carries_gradient, placements_of, tensor_operands
-from sp_compiler.ir.op_traits import FILLED
+from sp_compiler.ir.op_traits import FILLED, RESHAPES
 from sp_compiler.ir.program import Region
 from sp_compiler.rules.table import has_local_arguments
 

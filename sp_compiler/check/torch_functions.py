@@ -21,7 +21,6 @@ from sp_compiler.rules.families.images import LINEAR
 aten = torch.ops.aten
 Function = Callable[..., Any]
 
-RESHAPES = (aten.reshape.default, aten.view.default)
 UNKNOWN_LINEAR = frozenset(
     {"aten::_to_copy", "aten::to", "aten::where", "aten::masked_fill", "aten::pad"}
     | {"aten::constant_pad_nd", "aten::slice_scatter", "aten::select_scatter", "aten::linear"}

@@ -19,10 +19,10 @@ from torch.fx import Node
 from sp_compiler.base.errors import PassError
 from sp_compiler.base.pass_report import Pass
 from sp_compiler.base.python_text import identifier, string
-from sp_compiler.codegen.idioms import RESHAPES, Idioms
+from sp_compiler.codegen.idioms import Idioms
 from sp_compiler.codegen.spelling import BINDS, FUNCTIONS, INFIX, METHODS
 from sp_compiler.ir.fx import arguments
-from sp_compiler.ir.op_traits import conversion_of, is_started, writes
+from sp_compiler.ir.op_traits import RESHAPES, conversion_of, is_started, writes
 from sp_compiler.ir.symbolic import SYMBOLIC, example_numel, is_open, plain, text
 from sp_compiler.ops.convert import CONVERSIONS
 from sp_compiler.ops.registry import operator_of

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from sp_compiler.ir.op_traits import base
+from sp_compiler.ir.op_traits import RESHAPES, base
 from sp_compiler.ir.symbolic import same_shape
 
 aten = torch.ops.aten
-RESHAPES = frozenset({aten.view.default, aten._unsafe_view.default})
 
 
 @dataclass(frozen=True)

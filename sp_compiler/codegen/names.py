@@ -24,12 +24,12 @@ from torch.fx import Graph, Node
 
 from sp_compiler.base.provenance import module_path
 from sp_compiler.base.python_text import identifier
-from sp_compiler.codegen.idioms import RESHAPES
 from sp_compiler.codegen.user_source import Frame, Statement, frames
 from sp_compiler.ir.forward_backward import BEFORE, BEHIND
 from sp_compiler.ir.fx import descendants
 from sp_compiler.ir.op_traits import (
     MATMULS,
+    RESHAPES,
     RESULT_NAMES,
     base,
     collective_of,

@@ -29,9 +29,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from sp_compiler.base.pass_report import Pass
-from sp_compiler.codegen.idioms import RESHAPES
 from sp_compiler.ir.fx import arguments, tensor_operands
-from sp_compiler.ir.op_traits import draws, is_tagged_pointwise
+from sp_compiler.ir.op_traits import RESHAPES, draws, is_tagged_pointwise
 from sp_compiler.ir.rewriting import copy_graph, make_like
 from sp_compiler.ir.symbolic import is_open, same_shape
 

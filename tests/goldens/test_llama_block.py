@@ -1,16 +1,13 @@
 """A real Llama block after every pass, and the code that runs, compared with texts that were read.
 
 Rewrites of single passes have small graphs of their own beside them; here is how the passes work
-together.
+together. Python hashes strings differently in every process, so texts that depended on the order of
+a set would not be equal each time.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +16,6 @@ from tests.goldens import FOLDER, check_golden, llama_block
 POLICIES = ("none", "selective", "full")
 
 
-@pytest.mark.slow
 def test_order_of_the_passes() -> None:
     program = llama_block.compiled("selective")
     names = [report.name for report in program.reports]
@@ -52,27 +48,3 @@ def test_goldens_name_nothing_of_this_machine_nor_lines_of_libraries() -> None:
     for path in sorted(FOLDER.glob("*/*.txt")):
         found = _ELSEWHERE.search(path.read_text(encoding="utf-8"))
         assert not found, f"{path.name}: {found}"
-
-
-_PRINT = """
-from tests.goldens import llama_block
-for stage in llama_block.compiled("selective").stages.values():
-    print(llama_block.stage_text(stage).strip(), end="\\n=====\\n")
-print(llama_block.code_text("selective").strip(), end="\\n=====\\n")
-"""
-
-
-@pytest.mark.slow
-def test_texts_do_not_depend_on_the_hash_seed() -> None:
-    printed = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _PRINT],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "PYTHONHASHSEED": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    names = [f"{stage}.txt" for stage in llama_block.compiled("selective").stages]
-    files = [FOLDER / "llama" / name for name in (*names, "code_selective.py.txt")]
-    texts = [path.read_text(encoding="utf-8").strip() for path in files]
-    assert printed.split("\n=====\n") == [*texts, ""]

@@ -207,7 +207,7 @@ def _steps(source: DTensorSpec, target: DTensorSpec) -> list[_TransformInfo]:
     factor describes neither the order of mesh axes nor a change from shard to shard.
     """
     joined, cut = _cuts(source), _cuts(target)
-    between = _gen_transform_infos_non_cached(_replicated(source, joined), _replicated(target, cut))
+    between = _gen_transform_infos_non_cached(_uncut(source, joined), _uncut(target, cut))
     # Segments that stay are not gathered because another axis joins their rows.
     same = [each for each in joined if joined == cut or segments_of(each.placement)]
     stay = [each for each in same if each in cut]
@@ -251,7 +251,7 @@ def _cutting_order(placements: Sequence[Placement]) -> list[int]:
     )
 
 
-def _replicated(spec: DTensorSpec, cuts: Sequence[_Cut]) -> DTensorSpec:
+def _uncut(spec: DTensorSpec, cuts: Sequence[_Cut]) -> DTensorSpec:
     """Return ``spec`` before ``cuts``."""
     placements = list(spec.placements)
     for each in cuts:

@@ -32,6 +32,7 @@ from torch.fx.node import map_arg
 from sp_compiler.base.errors import CaptureError
 from sp_compiler.base.provenance import node_origin
 from sp_compiler.ir.fx import arguments, shape_of
+from sp_compiler.ir.op_traits import RESHAPES
 from sp_compiler.ir.rewriting import erase_dead
 from sp_compiler.ir.symbolic import same_shape
 from sp_compiler.trace.masked_rows.put_back import SINKS, PutBack, covers
@@ -46,8 +47,8 @@ from sp_compiler.trace.masked_rows.rows import (
 )
 
 _aten = torch.ops.aten
-_RESHAPES = (
-    _aten.view.default, _aten._unsafe_view.default, _aten.reshape.default, _aten.unsqueeze.default,
+_RESHAPED = (
+    *RESHAPES, _aten.unsqueeze.default,
     _aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims, _aten.flatten.using_ints,
     _aten.unflatten.int,
 )  # fmt: skip
@@ -139,7 +140,7 @@ class _Rewrite:
             self._values.rows[node] = self._column(mask, node.args[1])
         elif target is _aten.select.int and node.args[1] in (1, -1):
             self._values.rows[node] = self._column(mask, node.args[2])
-        elif target in _RESHAPES and len(shape_of(mask)) == 1 and len(shape_of(node)) == 1:
+        elif target in _RESHAPED and len(shape_of(mask)) == 1 and len(shape_of(node)) == 1:
             self._values.rows[node] = self._column(mask, 0)
         elif target is not _aten.sym_size.int:
             raise RowsRefused("their places are not taken apart")
@@ -255,7 +256,7 @@ class _Rewrite:
             product = target if target is _aten.linear.default else _aten.matmul.default
             every = self._values.call(product, rows.node, *node.args[1:], **node.kwargs)
             return replace(rows, node=every)
-        if target in _RESHAPES or target is _aten.expand.default:
+        if target in _RESHAPED or target is _aten.expand.default:
             return self._reshaped(node, rows)
         if target in _NORMS and len(bound["normalized_shape"]) <= right:
             every = self._values.call(target, rows.node, *node.args[1:], **node.kwargs)

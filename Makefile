@@ -55,9 +55,10 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not slow'
 
-# Three at once on two cores: many of these start processes of their own, and wait for them.
+# Not more workers than cores: many of these tests start ranks, and the ranks of a third worker make
+# those of the others wait for each other longer than its own share of the work takes.
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -q -n 3 --dist loadfile -m slow
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m slow
 
 # Other versions than the pinned one are CUDA builds of gigabytes: an environment of its own each.
 compat: COMPAT := .compat/$(TORCH)

@@ -29,7 +29,7 @@ from sp_compiler.base.pass_report import Pass
 from sp_compiler.base.provenance import ModuleCall, layer_of
 from sp_compiler.ir.captured import Captured
 from sp_compiler.ir.fx import arguments, calls, is_call, shape_of
-from sp_compiler.ir.op_traits import RESHAPES, is_tagged_pointwise
+from sp_compiler.ir.op_traits import CAPTURED_RESHAPES, is_tagged_pointwise
 from sp_compiler.ir.rewriting import (
     erase_dead,
     insert_call,
@@ -51,14 +51,6 @@ from sp_compiler.passes.outline.unlisted import mark_unlisted_layers
 
 _ORIGIN = Pass.NORMALIZE
 _aten = torch.ops.aten
-_RESHAPED = (
-    *RESHAPES,
-    _aten.flatten.using_ints,
-    _aten.unflatten.int,
-    _aten.squeeze.dim,
-    _aten.squeeze.dims,
-    _aten.squeeze.default,
-)
 _COPIES = (
     _aten.alias.default,
     _aten.clone.default,
@@ -70,7 +62,7 @@ _COPIES = (
 # They raise if the elements that they reinterpret together are not adjacent in memory.
 _VIEWS_OF_MEMORY = (_aten.view_as_complex.default, _aten.view.dtype)
 _SPLITS = (_aten.split.Tensor, _aten.chunk.default, _aten.unsafe_split.Tensor)
-_REWRITTEN = frozenset((*REWRITTEN, *_RESHAPED, *_COPIES, *_SPLITS))
+_REWRITTEN = frozenset((*REWRITTEN, *CAPTURED_RESHAPES, *_COPIES, *_SPLITS))
 
 
 def normalize(
@@ -201,12 +193,12 @@ def _move_to_device(numbers: Sequence[tuple[Node, str]], captured: Captured) -> 
 def _canonical_views(graph: Graph) -> None:
     """``view``, ``flatten``, ``squeeze``... -> ``reshape``; views that change nothing are
     removed."""
-    for node in calls(graph, *_RESHAPED, _aten.expand.default, _aten.slice.Tensor):
+    for node in calls(graph, *CAPTURED_RESHAPES, _aten.expand.default, _aten.slice.Tensor):
         source = node.args[0]
         assert isinstance(source, Node)
         if same_shape(shape_of(source), shape_of(node)):
             replace_with(node, source)
-        elif is_call(node, *_RESHAPED):
+        elif is_call(node, *CAPTURED_RESHAPES):
             node.target, node.args, node.kwargs = (
                 _aten.reshape.default,
                 (source, list(shape_of(node))),

@@ -90,6 +90,15 @@ FILLED = {
 COPIES = frozenset({aten.clone.default, aten._to_copy.default})
 # The same elements in the same order, under another shape.
 RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+# How else a captured graph spells them, until they are normalized.
+CAPTURED_RESHAPES = (
+    *RESHAPES,
+    aten.flatten.using_ints,
+    aten.unflatten.int,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.squeeze.default,
+)
 # torch tags only ``where.self``, to which these decompose.
 _POINTWISE_BY_PARTS = frozenset({aten.where.Scalar, aten.where.ScalarOther, aten.where.ScalarSelf})
 

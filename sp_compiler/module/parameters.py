@@ -23,7 +23,7 @@ from sp_compiler.base.placement import I, Placement, shard_of
 from sp_compiler.module.dtensors.patches import refuse_to_pickle
 from sp_compiler.module.dtensors.segmented_shard import (
     distribute_full_tensors,
-    own_chunk,
+    own_shard,
     segmented_shard,
 )
 from sp_compiler.runtime.group import TensorParallelGroup
@@ -233,12 +233,7 @@ def own_part(part: Tensor, like: DTensor) -> Tensor:
     """Return this rank's shard of its tensor-parallel ``part`` if ``like`` has other axes too."""
     if like.device_mesh.mesh_dim_names in (None, (TENSOR_AXIS,)):
         return part
-    mesh, placements = _other_axes(like)
-    # Every rank has the same part, so nothing is sent. The last axis is cut first, as a strided
-    # shard prescribes.
-    for axis, where in reversed(list(enumerate(placements))):
-        part = own_chunk(part, where, mesh, axis)
-    return part.clone(memory_format=torch.contiguous_format)
+    return own_shard(part, *_other_axes(like))
 
 
 def _other_axes(value: DTensor) -> tuple[DeviceMesh, list[MeshPlacement]]:

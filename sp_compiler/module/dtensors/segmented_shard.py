@@ -170,7 +170,7 @@ def _own_rows(placement: Placement, rows: int, rank: int, world_size: int) -> in
     segments = _segmentation_of(placement) or Segmentation((rows,), rows)
     if sum(segments.sizes) != rows:
         raise _not_these_rows(placement, rows)
-    if not segments.units:
+    if not segments.units:  # as many on every rank, so that simulated ranks need no number
         return rows // world_size
     return sum(S(0, *segments).true_parts(rank, world_size))
 
@@ -209,8 +209,7 @@ def _steps(source: DTensorSpec, target: DTensorSpec) -> list[_TransformInfo]:
     joined, cut = _cuts(source), _cuts(target)
     between = _gen_transform_infos_non_cached(_uncut(source, joined), _uncut(target, cut))
     # Segments that stay are not gathered because another axis joins their rows.
-    same = [each for each in joined if joined == cut or segments_of(each.placement)]
-    stay = [each for each in same if each in cut]
+    stay = cut if joined == cut else [c for c in cut if c in joined and segments_of(c.placement)]
     first = [each for each in reversed(joined) if each not in stay]
     last = [each for each in cut if each not in stay]
     return [
@@ -296,17 +295,21 @@ def distribute_full_tensors() -> None:
 
 def _distributed(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """Return ``full``, which every rank has, with ``placements``, of which one is strided."""
-    part = full
-    for axis in _cutting_order(placements):
-        part = own_chunk(part, placements[axis], mesh, axis)
-    # Not a view, which would keep the full tensor alive.
-    part = part.clone(memory_format=torch.contiguous_format)
+    part = own_shard(full, mesh, placements)
     return DTensor.from_local(
         part, mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
     )
 
 
-def own_chunk(part: Tensor, where: Placement, mesh: DeviceMesh, axis: int) -> Tensor:
+def own_shard(part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
+    """Copy what this rank has of ``part``, which all ranks of ``mesh`` have; nothing is sent."""
+    for axis in _cutting_order(placements):
+        part = _own_chunk(part, placements[axis], mesh, axis)
+    # Not a view, which would keep the full tensor alive.
+    return part.clone(memory_format=torch.contiguous_format)
+
+
+def _own_chunk(part: Tensor, where: Placement, mesh: DeviceMesh, axis: int) -> Tensor:
     """Return what this rank has of ``part``, which all ranks of ``axis`` have, if it is placed at
     ``where`` over that axis; may be a view."""
     rank, world_size = mesh.get_local_rank(axis), mesh.size(axis)

@@ -32,7 +32,7 @@ from torch.fx.node import map_arg
 from sp_compiler.base.errors import CaptureError
 from sp_compiler.base.provenance import node_origin
 from sp_compiler.ir.fx import arguments, shape_of
-from sp_compiler.ir.op_traits import RESHAPES
+from sp_compiler.ir.op_traits import CAPTURED_RESHAPES
 from sp_compiler.ir.rewriting import erase_dead
 from sp_compiler.ir.symbolic import same_shape
 from sp_compiler.trace.masked_rows.put_back import SINKS, PutBack, covers
@@ -47,11 +47,7 @@ from sp_compiler.trace.masked_rows.rows import (
 )
 
 _aten = torch.ops.aten
-_RESHAPED = (
-    *RESHAPES, _aten.unsqueeze.default,
-    _aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims, _aten.flatten.using_ints,
-    _aten.unflatten.int,
-)  # fmt: skip
+_RESHAPED = (*CAPTURED_RESHAPES, _aten.unsqueeze.default)
 _ALONG_A_DIM = (
     _aten.softmax.int, _aten._softmax.default, _aten.log_softmax.int, _aten._log_softmax.default,
     _aten.select.int, _aten.slice.Tensor, _aten.split.Tensor,

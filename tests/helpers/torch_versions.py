@@ -20,3 +20,7 @@ COUNTS_CLASSES_FIRST = torch.__version__ < TorchVersion("2.13")
 # Along dims in another order than those of memory, the fake transform of torch 2.11 is too small
 # for its own strides, and raises an error. (2.12 has not been tried.)
 FAKE_TRANSFORMS_NEED_ORDER = torch.__version__ < TorchVersion("2.13")
+
+# DTensor of torch 2.11 has no plan for a strided shard of a dim that no later axis shards, and
+# raises an error. (2.12 has not been tried.)
+NO_PLAN_FOR_STRIDED_ALONE = torch.__version__ < TorchVersion("2.13")

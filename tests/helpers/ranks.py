@@ -82,9 +82,15 @@ def run_on_copies(
     What that leaves in a module, such as programs, all ranks have. It must start no threads.
     """
     multiprocessing.set_forkserver_preload(_PRELOADED)
+    # Autograd of a CUDA build does not run in a copy of a process that has used it: each rank calls
+    # ``before`` for itself there.
+    is_copied = not torch.backends.cuda.is_built()
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.start_processes(
-            _copied, (world_size, folder, before, function, args), 1, start_method="forkserver"
+            _copied if is_copied else _prepared,
+            (world_size, folder, before, function, args),
+            nprocs=1 if is_copied else world_size,
+            start_method="forkserver",
         )
         return [
             torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(world_size)
@@ -104,6 +110,19 @@ def _copied(
     multiprocessing.start_processes(
         _rank, (world_size, folder, function, args), world_size, start_method="fork"
     )
+
+
+def _prepared(
+    rank: int,
+    world_size: int,
+    folder: str,
+    before: Callable[[], Any],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    before()
+    _rank(rank, world_size, folder, function, args)
 
 
 def _rank(

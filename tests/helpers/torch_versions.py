@@ -24,3 +24,6 @@ FAKE_TRANSFORMS_NEED_ORDER = torch.__version__ < TorchVersion("2.13")
 # DTensor of torch 2.11 has no plan for a strided shard of a dim that no later axis shards, and
 # raises an error. (2.12 has not been tried.)
 NO_PLAN_FOR_STRIDED_ALONE = torch.__version__ < TorchVersion("2.13")
+
+# Group norms of CPUs read the elements of any strides.
+GROUP_NORMS_READ_STRIDES = torch.__version__ >= TorchVersion("2.14")

@@ -21,6 +21,7 @@ from tests.helpers import parity
 from tests.helpers.op_samples import calls as op_samples
 from tests.helpers.operator_call import Call
 from tests.helpers.regions import region_of
+from tests.helpers.torch_versions import GROUP_NORMS_READ_STRIDES
 
 aten = torch.ops.aten
 
@@ -137,8 +138,9 @@ def test_group_norms_of_channels_last() -> None:
     model = Blocks(Normed())
     x = torch.randn(2, 5, 5, 4, dtype=torch.float64)
     assert _error(model, x) < 1e-10
-    with mock.patch.object(sp_compiler.compiler, "order_memory", _no_copies):
-        assert _error(model, x) > 1e-2
+    if not GROUP_NORMS_READ_STRIDES:
+        with mock.patch.object(sp_compiler.compiler, "order_memory", _no_copies):
+            assert _error(model, x) > 1e-2
 
 
 class Expanded(Normed):
@@ -184,8 +186,9 @@ def test_kernels_behind(kind: type[nn.Module]) -> None:
     x = torch.randn(2, 5, 5, 4, dtype=torch.float64)
     model = Blocks(kind(), kind())
     assert _error(model, x) < 1e-10
-    with mock.patch.object(sp_compiler.compiler, "order_memory", _no_copies):
-        assert _error(model, x) > 1e-2
+    if kind is Own or not GROUP_NORMS_READ_STRIDES:
+        with mock.patch.object(sp_compiler.compiler, "order_memory", _no_copies):
+            assert _error(model, x) > 1e-2
 
 
 def test_weights_in_channels_last() -> None:

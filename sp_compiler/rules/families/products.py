@@ -103,7 +103,7 @@ def _distances(node: Node) -> OpRule:
         (*broadcast(shape[:-2], batch, result[:-2]), own, *k)
         for shape, own in ((first, m), (second, n))
     )
-    if "grad" not in args:
+    if node.target is not torch.ops.aten._cdist_backward.default:
         return OpRule(points, (pairs,), rows="fixed")
     operands, grad = (pairs, *points, pairs), (*batch, m, *k)
     return OpRule(operands, (grad,), contracted=n, linear=FIRST_OPERAND, rows="fixed")

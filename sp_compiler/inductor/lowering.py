@@ -42,7 +42,7 @@ _PINNED = {
     # -fwrapv gcc draws other masks than eager code. No setting adds a compiler flag; this one is
     # copied to the command line and to the cache key. So is the number of fixes in this module,
     # which no code reads: caches may have kernels from before a fix. Raise it with each fix.
-    "cpp.enable_floating_point_contract_flag": "off -fwrapv -DSP_COMPILER_MENDS=2",
+    "cpp.enable_floating_point_contract_flag": "off -fwrapv -DSP_COMPILER_MENDS=3",
 }
 
 _NORMS = (
@@ -95,6 +95,7 @@ def trace(
     """
     # The decomposition of a maximum pool reads ``torch._inductor.lowering`` without importing it.
     import torch._inductor.lowering
+    from torch._inductor import config
 
     places = [i for i, value in enumerate(arguments) if isinstance(value, Tensor | torch.SymInt)]
     several = False
@@ -124,6 +125,8 @@ def trace(
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
+        # Where results of 16 bits are rounded is marked in the trace.
+        stack.enter_context(config.patch(_PINNED))
         # The graph never runs as Python code: only the key of Inductor's cache needs its text.
         stack.enter_context(_use_lazy_graph_module(True))
         if is_open:
@@ -193,8 +196,9 @@ def compile_graph(traced: Traced) -> Callable[[list[Any]], Sequence[Any]]:
         traced.mode.shape_env = ShapeEnv()
     context = tracing(TracingContext(traced.mode))
     settings = context, config.patch(_PINNED), shortcuts()
+    mends = _own_values_read_first(), _written_values_awaited(), _small_values_exact()
     with contextlib.ExitStack() as stack:
-        for each in (*settings, _own_values_read_first(), _written_values_awaited()):
+        for each in (*settings, *mends):
             stack.enter_context(each)
         kernels: Any = compile_fx_inner(traced.module, list(traced.fakes), is_inference=True)
     return kernels
@@ -245,6 +249,22 @@ def _written_values_awaited() -> Iterator[None]:
         node.set_read_writes(found.rename(node.mutation_renames))
 
     with mock.patch.object(SchedulerNode, "recompute_size_and_body", and_restore):
+        yield
+
+
+@contextlib.contextmanager
+def _small_values_exact() -> Iterator[None]:
+    """Context in which vectors compute ``expm1`` and ``atanh`` by the functions of eager code.
+
+    Inductor's C++ backend writes ``exp(x) - 1`` and a logarithm of ``(1 + x) / (1 - x)``, in which
+    a small ``x`` loses its digits.
+    """
+    from torch._inductor.codegen.cpp import CppVecOverrides
+
+    with (
+        mock.patch.object(CppVecOverrides, "expm1", staticmethod(lambda x: f"{x}.expm1()")),
+        mock.patch.object(CppVecOverrides, "atanh", staticmethod(lambda x: f"{x}.atanh()")),
+    ):
         yield
 
 

@@ -14,9 +14,11 @@ from torch.nn import functional as F
 
 from sp_compiler.inductor.fused import Fused
 from sp_compiler.inductor.lowering import _arrangement
+from sp_compiler.ops.communicator import Communicator
 from tests.helpers import parity
 from tests.helpers.inductor import fused, own_cache
 
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 aten = torch.ops.aten
 _X = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(0)) * 2 + 30
 
@@ -52,6 +54,34 @@ def test_inputs_get_the_dtype_that_was_compiled_for() -> None:
         assert arrange(torch.ones(4, 3)).dtype is torch.bfloat16
 
 
+@pytest.fixture
+def _cache(tmp_path: Path) -> Iterator[None]:
+    with own_cache(tmp_path):
+        yield
+
+
+@needs_compiler
+@pytest.mark.usefixtures("_cache")
+def test_small_values_keep_their_digits() -> None:
+    """In vectors as in eager code, whose errors are relative to the result."""
+    x = torch.logspace(-7, -1, 64) * torch.tensor([1.0, -1.0]).repeat(32)
+    got = fused(lambda tp, x: (torch.expm1(x), torch.atanh(x)), [x])(Communicator(None, 0, 2), x)
+    torch.testing.assert_close(got, (torch.expm1(x), torch.atanh(x)), rtol=1e-6, atol=0)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("_cache")
+def test_results_of_16_bits_are_rounded_in_a_chain() -> None:
+    """Else values near a threshold would be on its other side, in forward and backward alike."""
+
+    def chain(tp: Communicator, x: Tensor, y: Tensor) -> Tensor:
+        return F.hardshrink(x * y, 0.3) + y
+
+    x, y = torch.randn(2, 64, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    ranks = Communicator(None, 0, 2)
+    assert torch.equal(fused(chain, [x, y])(ranks, x, y), chain(ranks, x, y))
+
+
 class _Mixed(nn.Module):
     """A norm with float32 weights of what a product under autocast returns."""
 
@@ -65,14 +95,8 @@ class _Mixed(nn.Module):
         return hidden.float().square().mean()
 
 
-@pytest.fixture
-def _cache(tmp_path: Path) -> Iterator[None]:
-    with own_cache(tmp_path):
-        yield
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@needs_compiler
 @pytest.mark.usefixtures("_cache")
 @pytest.mark.parametrize("as_written", ["", "forward", "backward"])
 def test_statistics_pass_between_kernels_and_text(as_written: str) -> None:

@@ -25,18 +25,23 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.measure import PeakRecorder
 from benchmarks.performance import RESULTS, save
 from sp_compiler.base.errors import ArgumentError
-from sp_compiler.base.shards import local_part
+from sp_compiler.base.placement import Placement
 from sp_compiler.base.units import bytes_text
 from sp_compiler.cost.step_memory import step_memory
 from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.module.parameters import tensor_spec
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.ops.gpu.host_memory import HostTrip
 from sp_compiler.runtime.executor import Executor
+from sp_compiler.runtime.mesh_axes import TENSOR_AXIS
+from sp_compiler.runtime.padding import make_room, stored_part
 from sp_compiler.verification.judge import backward
 from tests.helpers import parity
 from tests.models import architectures, zoo
@@ -68,14 +73,12 @@ def case(name: str) -> parity.Case:
     )
 
 
-def measure(found: parity.Case, program: CompiledProgram) -> tuple[int, int]:
+def measure(found: parity.Case, program: CompiledProgram, rank: int = 0) -> tuple[int, int]:
     """Bytes that a rank keeps after the forward, and its peak in a step."""
     world_size, placed = program.world_size, program.param_placements
     group = dist.group.WORLD if world_size > 1 else None
     params = {
-        name: local_part(value.detach(), placed[name], 0, world_size)
-        .clone()
-        .requires_grad_(value.requires_grad)
+        name: _parameter(value, placed[name], rank, world_size)
         for name, value in found.params.items()
         if name in placed
     }
@@ -83,7 +86,7 @@ def measure(found: parity.Case, program: CompiledProgram) -> tuple[int, int]:
     constants = program.program.constants
     outside = [*params.values(), *found.buffers.values(), *constants.values(), *inputs]
     with PeakRecorder() as recorder, _only_device(recorder):
-        run = Executor(program, Communicator(group, 0, world_size)).run(
+        run = Executor(program, Communicator(group, rank, world_size)).run(
             params, found.buffers, found.inputs, parity.SEED
         )
         outputs = list(run.outputs)
@@ -93,6 +96,18 @@ def measure(found: parity.Case, program: CompiledProgram) -> tuple[int, int]:
         backward(outputs, program.program.out_spec)
     grads = [value.grad for value in params.values() if value.grad is not None]
     return kept, recorder.peak_bytes(excluding=[*outside, *grads])
+
+
+def _parameter(value: Tensor, placement: Placement, rank: int, world_size: int) -> Tensor:
+    """The part of one rank, on several ranks a DTensor: the runtime sums its gradients in place."""
+    part = stored_part(value.detach(), placement, rank, world_size).clone()
+    if world_size == 1:
+        return part.requires_grad_(value.requires_grad)
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=(TENSOR_AXIS,))
+    spec = tensor_spec(mesh, value.shape, value.dtype, placement)
+    parameter = DTensor(part, spec, requires_grad=value.requires_grad)
+    make_room(parameter, placement, world_size)
+    return parameter
 
 
 @contextmanager

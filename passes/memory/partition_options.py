@@ -11,10 +11,12 @@ from sp_compiler.passes.memory.partition import PartitionOptions
 def partition_options(program: Program, options: CompileOptions) -> dict[str, PartitionOptions]:
     """Return the partition options of each region of the sharded ``program``, by name."""
     own_parameters = program.own_parameters(options.tp)
+    in_place = program.gradients_in_place(options.tp)
     by_region = {}
     for region in program.regions:
-        pairs = zip(program.calls, own_parameters, strict=True)
-        own = (indices for call, indices in pairs if call.region is region)
+        calls = [index for index, call in enumerate(program.calls) if call.region is region]
+        # Calls in a row may defer their own gradients, but not parts of a sum.
+        own = [(in_place if len(calls) == 1 else own_parameters)[index] for index in calls]
         by_region[region.name] = PartitionOptions(
             loss_output=_loss_output(program, region),
             # Common to all calls: one graph serves them, and may rely only on what holds for each.

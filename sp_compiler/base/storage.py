@@ -98,6 +98,12 @@ def extent(tensor: Tensor) -> tuple[int, int]:
     return start, start + last + 1
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether ``tensor`` has no gaps in its storage."""
+    start, stop = extent(tensor)
+    return stop - start == tensor.numel()
+
+
 def _is_reached(gap: int, steps: Sequence[tuple[int, int, int]]) -> bool:
     """Return whether ``gap`` is a sum of strides, each taken from minus ``down`` to ``up`` times.
 

@@ -8,12 +8,12 @@ deleted after their last use, because Python would keep them until the function 
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from torch.fx import Graph, Node
 
 from sp_compiler.codegen.expressions import first_alone
-from sp_compiler.codegen.nesting import is_unpacked
 from sp_compiler.ir.op_traits import base, is_handed, is_started
 
 UNUSED = "_"
@@ -130,3 +130,14 @@ def _first_free(candidates: Sequence[str], taken: Collection[str]) -> str:
     stem = candidates[0].rstrip("_")  # "sum_" has a "_" because sum is a builtin
     numbered = (f"{stem}_{number}" for number in itertools.count(1))
     return next(name for name in itertools.chain(candidates, numbered) if name not in taken)
+
+
+def is_unpacked(node: Node) -> bool:
+    """Return whether it is a call with several results that are unpacked into names."""
+    several = isinstance(node.meta.get("val"), list | tuple)
+    return several and all(user.target is operator.getitem for user in node.users)
+
+
+def is_named_part(node: Node) -> bool:
+    """Return whether it is one of several results that are unpacked into names."""
+    return node.target is operator.getitem and is_unpacked(node.args[0])

@@ -26,6 +26,7 @@ from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
 from sp_compiler.codegen.idioms import Idioms
+from sp_compiler.codegen.lifetimes import is_named_part
 from sp_compiler.cost.memory import arrival_bytes, scratch_bytes, sent_copy_bytes, start_bytes
 from sp_compiler.ir.fx import tensor_operands
 from sp_compiler.ir.op_traits import (
@@ -88,6 +89,8 @@ class Nesting:
         self._storages = _Storages(self._nodes, self._returned, gradients, self.nested)
         self._held = self._storages.held(self._trees(self.statements))
         self._limits = self._storages.limits(self.statements, self._held)
+        peaks = itertools.accumulate((self._held[node].peak_bytes for node in self.statements), max)
+        self._peak_before = dict(zip(self.statements, (0, *peaks), strict=False))
 
     def run(self) -> None:
         """Decide for every value, operands first.
@@ -177,12 +180,28 @@ class Nesting:
             before = [self._held[node] for node in self.statements[start : end + 1]]
             freed = [storage for held in before for storage in held.freed]
             held = self._storages.held(self._trees(changed), before[0].before_bytes, freed)
-            if any(each.peak_bytes > self._limits[node] for node, each in held.items()):
+            passed = self._limits_past(computed, end)
+            limits = {node: passed.get(node, self._limits[node]) for node in held}
+            if any(each.peak_bytes > limits[node] for node, each in held.items()):
                 return False
             self._held.update(held)
+            self._limits.update(limits)
         for node in inside:
             self.statements.remove(node)
         return True
+
+    def _limits_past(self, moved: Sequence[Node], end: int) -> dict[Node, int]:
+        """Return the limits of statements before position ``end`` past which gradients are moved:
+        that those are made later must not make room, because they may not count."""
+        limits: dict[Node, int] = {}
+        for node in moved:
+            late = [each for each in self.tree(node) if each in self._storages.gradients]
+            late_bytes = sum(map(_kept_bytes, late))
+            for each in self.statements[self.statements.index(node) + 1 : end] if late else ():
+                # What was held before the gradient was made is no less without it.
+                before = min(self._peak_before.get(gradient, 0) for gradient in late)
+                limits[each] = max(before, limits.get(each, self._limits[each]) - late_bytes)
+        return limits
 
     def _trees(self, statements: Sequence[Node]) -> list[list[Node]]:
         return [list(self.tree(node)) for node in statements]
@@ -205,17 +224,6 @@ def stays_apart(node: Node) -> bool:
     """Return whether a backend that compiles code between collectives leaves ``node`` out."""
     ours = operator_of(node.target)
     return is_collective(node) or (ours is not None and ours.runs_apart)
-
-
-def is_unpacked(node: Node) -> bool:
-    """Return whether it is a call with several results that are unpacked into names."""
-    several = isinstance(node.meta.get("val"), list | tuple)
-    return several and all(user.target is operator.getitem for user in node.users)
-
-
-def is_named_part(node: Node) -> bool:
-    """Return whether it is one of several results that are unpacked into names."""
-    return node.target is operator.getitem and is_unpacked(node.args[0])
 
 
 def _keeps_its_place(node: Node) -> bool:
@@ -244,6 +252,9 @@ class _Storages:
 
     Args:
         nested: nodes without a statement; it may change between calls.
+
+    Attributes:
+        gradients: those that the function returns, by the nodes that own their storages.
     """
 
     def __init__(
@@ -254,7 +265,7 @@ class _Storages:
         nested: Container[Node],
     ) -> None:
         kept = {base(node) for node in returned}
-        self._gradients = kept if gradients else set()
+        self.gradients = kept if gradients else set()
         self._nested = nested
         # All that does not change from one nesting to the next is looked up once: peaks are needed
         # for every value that might be nested.
@@ -310,7 +321,7 @@ class _Storages:
         without: list[int] = []
         for node in statements:
             parts = (node, *filter(is_named_part, node.users))
-            made += sum(_kept_bytes(part) for part in parts if part in self._gradients)
+            made += sum(_kept_bytes(part) for part in parts if part in self.gradients)
             without.append(held[node].peak_bytes - made)
         later = [*itertools.accumulate(reversed(without), max)][::-1]
         limits: dict[Node, int] = {}

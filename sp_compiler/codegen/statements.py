@@ -11,8 +11,8 @@ from sp_compiler.base.provenance import module_path
 from sp_compiler.base.python_text import comment
 from sp_compiler.codegen.descriptions import describe
 from sp_compiler.codegen.expressions import Printer, first_alone
-from sp_compiler.codegen.lifetimes import Lifetimes, assigned
-from sp_compiler.codegen.nesting import Apart, Nesting, is_unpacked
+from sp_compiler.codegen.lifetimes import Lifetimes, assigned, is_unpacked
+from sp_compiler.codegen.nesting import Apart, Nesting
 from sp_compiler.ir.fx import placements_of
 from sp_compiler.ir.op_traits import base, is_collective, is_identity, is_started, is_view, is_wait
 

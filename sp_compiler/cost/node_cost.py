@@ -162,9 +162,11 @@ def node_collectives(node: Node) -> list[Collective]:
     """Return the collectives that ``node`` runs, if any."""
     kind = collective_of(node)
     if kind is not None:
-        # The larger side is the full value: an all-gather makes it, a reduce-scatter takes it.
-        values = (node.meta["val"], node.all_input_nodes[0].meta["val"])
-        return [Collective(kind, 1, max(map(tensor_bytes, values)))]
+        given = arguments(node)
+        num_bytes = min(tensor_bytes(given["x"].meta["val"]), tensor_bytes(node.meta["val"]))
+        # The smaller side of the others is a part: all parts together, with their padding.
+        num_parts = 1 if kind == "all_reduce" else given["world_size"]
+        return [Collective(kind, 1, num_bytes * num_parts)]
     ours = operator_of(node.target)
     if ours is None or ours.collectives is None:
         return []

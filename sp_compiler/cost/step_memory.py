@@ -101,10 +101,10 @@ def memory_of_split(
 
     The other arguments are those of :class:`~sp_compiler.cost.step_walk.StepWalk`.
     """
-    walk = StepWalk(program, partitioned, differentiable, world_size)
-    own_parameters = program.own_parameters(world_size)
+    walk = StepWalk(program, partitioned, differentiable, world_size, accumulates=accumulates)
+    in_place = program.gradients_in_place(world_size)
     if accumulates:
-        own_parameters = [frozenset()] * len(own_parameters)
+        in_place = [frozenset()] * len(in_place)
 
     backwards = step_backwards(program, partitioned)
 
@@ -123,7 +123,7 @@ def memory_of_split(
         if event.kind == "run":
             name, around_bytes = program.calls[event.call].region.name, holders.live_bytes
             functions = ("forward",) if event.phase == "forward" else backwards[event.call]
-            own = own_parameters[event.call]
+            own = in_place[event.call]
             num_bytes = around_bytes + max(peak_bytes(name, each, own) for each in functions)
             timeline.append(Moment(event.phase, event.call, num_bytes, around_bytes))
             continue

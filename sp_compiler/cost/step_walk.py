@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from sp_compiler.base.storage import Storage, extent
+from sp_compiler.base.storage import Storage, is_dense
 from sp_compiler.cost.memory import owned_bytes
 from sp_compiler.cost.node_cost import tensor_bytes
 from sp_compiler.ir.forward_backward import Partitioned, step_backwards
@@ -102,6 +102,7 @@ class StepWalk:
         partitioned: forward and backward of each region, by name.
         differentiable: by region name, for each output whether a gradient flows through it.
         world_size: number of tensor-parallel ranks.
+        accumulates: whether parameters have gradients before the step.
     """
 
     def __init__(
@@ -110,6 +111,8 @@ class StepWalk:
         partitioned: Mapping[str, Partitioned],
         differentiable: Mapping[str, Sequence[bool]],
         world_size: int,
+        *,
+        accumulates: bool = False,
     ) -> None:
         self.program = program
         self.written_buffers = {
@@ -130,6 +133,7 @@ class StepWalk:
             for call in program.calls
             for name in {call.args[k].name for k in partitioned[call.region.name].trained}
         )
+        self._adds_in_place = world_size > 1 and not accumulates  # to ``grad`` of a DTensor
         self._partial: dict[str, Storage] = {}
         self._replicated: dict[str, Tensor] = {}
         self._fetched: set[int] = set()  # calls
@@ -240,19 +244,18 @@ class StepWalk:
         # From here on the function owns them.
         yield self._release(self._handed)
         lent, self._handed, self._lent = self._lent, [], []
-        padded = _padded_copies(index, call, parts, self._world_size, in_backward=True)
-        copies = [*padded, *straightened]
-        yield self._hold(copies)
+        copies = _padded_copies(index, call, parts, self._world_size, in_backward=True)
+        if "backward_ahead" in self._functions[index]:  # reads parameters of the call before, too
+            copies += _padded_copies(index - 1, call, parts, self._world_size, in_backward=True)
+        yield self._hold(copies := [*copies, *straightened])
         yield self._run("backward", index)
         held = [here or back for here, back in zip(made.saved, made.fetched, strict=True)]
         self._hand_over(index, parts, [*held, *tangents])
         yield self._hold([*self._handed, *self._lent])
-        names = graph.find_nodes(op="placeholder")
-        known = dict(zip(names, [*held, *tangents], strict=True))
+        known = dict(zip(graph.find_nodes(op="placeholder"), [*held, *tangents], strict=True))
         grads = graph.output_node().args[0]
-        for grad, ref, placement in zip(
-            grads, call.args, call.region.input_placements, strict=True
-        ):
+        placements = call.region.input_placements
+        for grad, ref, placement in zip(grads, call.args, placements, strict=True):
             storage = None if grad is None else _resolve(grad, known, ("backward", index))
             if storage is not None and ref.kind in ("call", "input"):
                 yield from self._accumulate(ref, storage, grad.meta["val"])
@@ -267,11 +270,8 @@ class StepWalk:
         yield self._release([*lent, *copies])
 
     def _hand_over(self, index: int, parts: Partitioned, given: Sequence[Storage | None]) -> None:
-        """Set what call ``index`` recomputes for or defers to the next one that runs backward.
-
-        Args:
-            given: storages of the arguments of its backward.
-        """
+        """Set what call ``index``, whose backward is ``given`` these storages, recomputes for or
+        defers to the next one that runs backward."""
         functions = self._functions[index]
         where: tuple[Phase, int] = ("backward", index)
         if "backward_ahead" in functions:
@@ -313,7 +313,7 @@ class StepWalk:
             yield self._release([before, storage])
             storage = total
             # Autograd adds into the first if that has no gaps; otherwise it makes a new sum.
-            if key in self._layouts and not _is_dense(self._layouts[key]):
+            if key in self._layouts and not is_dense(self._layouts[key]):
                 del self._layouts[key]
         self._grads[key] = storage
 
@@ -329,19 +329,18 @@ class StepWalk:
     def _collect(self, name: str, part: Storage) -> Iterator[Event]:
         """Add a part of a parameter's gradient; a replicated sum then waits to be reduced."""
         self._parts_to_come[name] -= 1
+        if self._adds_in_place and name not in self._replicated:
+            return  # what is in ``grad`` is not an activation
         before, is_last = self._partial.pop(name, None), not self._parts_to_come[name]
         if is_last and name in self._replicated:
             yield self._hold([part])
-        if before is None:
-            if not is_last:  # the only part is the gradient itself, which is not an activation
-                self._partial[name] = part
-                yield self._hold([part])
-            return
+        if before is None and is_last:
+            return  # the only part is the gradient itself
+        total = Storage(("backward", part.owner[1], f"sum {name}"), part.num_bytes)
         yield self._hold([part])
         if not is_last:
-            total = Storage(("backward", part.owner[1], f"sum {name}"), part.num_bytes)
-            self._partial[name] = total
-            yield self._hold([total])
+            self._partial[name] = part if before is None else total
+            yield self._hold([self._partial[name]])
         yield self._release([before, part])
 
     def _reduce(self) -> Iterator[Event]:
@@ -349,10 +348,9 @@ class StepWalk:
         sizes_bytes: Counter[torch.dtype] = Counter()
         for grad in self._replicated.values():
             sizes_bytes[grad.dtype] += tensor_bytes(grad)
-        if sizes_bytes:
-            # Twice: what is sent and what arrives. The largest: one bucket is freed before that of
-            # the next dtype is made.
-            yield self._hold([Storage(("backward", -1, "bucket"), 2 * max(sizes_bytes.values()))])
+        # Twice: what is sent and what arrives. One bucket is freed before the next is made.
+        num_bytes = 2 * max(sizes_bytes.values(), default=0)
+        yield self._hold([Storage(("backward", -1, "bucket"), num_bytes)] if num_bytes else [])
 
     # Events.
 
@@ -382,11 +380,6 @@ def _padded_copies(
         and placement.is_copied_for_padding(world_size)
         and (node in saved or not in_backward)
     ]
-
-
-def _is_dense(value: Tensor) -> bool:
-    start, stop = extent(value)
-    return stop - start == value.numel()
 
 
 def _resolve(

@@ -206,6 +206,28 @@ class Program:
             for call in self.calls
         ]
 
+    def gradients_in_place(self, world_size: int) -> list[frozenset[int]]:
+        """Return for each call the positions of parameters whose gradient it puts into ``grad``.
+
+        On several ranks these are more than :meth:`own_parameters`: ``grad`` of a DTensor gets the
+        first part of a sum, to which the runtime adds the others. Autograd keeps its sums apart.
+        """
+        found = self.own_parameters(world_size)
+        if world_size == 1:
+            return found
+        begun: set[str] = set()
+        for number, call in reversed([*enumerate(self.calls)]):
+            if any(node.meta["requires_grad"] for node in call.region.outputs):
+                refs = {k: ref for k, ref in enumerate(call.args) if ref.kind == "param"}
+                placements = call.region.input_placements
+                found[number] |= {
+                    k
+                    for k, ref in refs.items()
+                    if ref.name not in begun and _is_final(placements[k], world_size)
+                }
+                begun.update(ref.name for ref in refs.values())
+        return found
+
     def copied_buffers(self) -> dict[str, Tensor]:
         """Return the buffers that forward writes and calls read, by name: the runtime copies them
         first."""

@@ -254,6 +254,21 @@ def test_what_is_handed_over_counts_until_its_last_use(handed: bool) -> None:
     assert (product in nesting.nested) is not handed
 
 
+@pytest.mark.parametrize("held_before", [True, False])
+def test_a_gradient_that_is_made_later_makes_no_room(held_before: bool) -> None:
+    """Nested in its view, it would keep what it reads under a larger product; it may not count."""
+    b = GraphBuilder()
+    x, y = b.input("x", 10, 10), b.input("y", 10, 20)
+    w = b.input("w", 10, 40 if held_before else 20)
+    first = b.call(aten.sum.default, b.call(aten.mm.default, x, w))
+    grad = b.call(aten.mm.default, b.call(aten.mm.default, x, x), x)
+    second = b.call(aten.sum.default, b.call(aten.mm.default, x, y))
+    graph = b.output(first, second, b.call(aten.view.default, grad, [100]))
+    nesting = Nesting(graph, Idioms(graph), gradients=True, fits=lambda _: True)
+    nesting.run()
+    assert (grad in nesting.nested) is held_before
+
+
 def test_a_sum_in_place_counts_what_it_reads() -> None:
     """Nested, it would keep ``left`` under the largest statement."""
     b = GraphBuilder()

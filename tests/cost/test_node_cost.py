@@ -1,4 +1,4 @@
-"""Operations of convolutions: torch's own counts, and what groups make of them."""
+"""Operations of convolutions against torch's own counts, and bytes of collectives."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 
-from sp_compiler.cost.node_cost import operator_flops, product_flops
+from sp_compiler.cost.node_cost import node_collectives, operator_flops, product_flops
+from tests.helpers.graph_builder import GraphBuilder, convert
 
 _aten = torch.ops.aten
 
@@ -43,3 +44,21 @@ def test_operations_of_a_convolution_and_its_gradients(groups: int, transposed: 
         # The registry counts one group right: the same here, by another way.
         if groups == 1:
             assert counted[0] == flop_registry[_aten.convolution_backward](*backward, out_val=grads)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "shape", "parts"),
+    [
+        ("S(1|6)", "R", (8, 2), 4 * 8 * 2),
+        ("P", "S(1|6)", (8, 6), 4 * 8 * 2),
+        ("P", "I", (8, 6), 48),
+    ],
+)
+def test_collectives_move_padding_too(
+    source: str, target: str, shape: tuple[int, ...], parts: int
+) -> None:
+    """Six columns on four ranks: each sends two."""
+    b = GraphBuilder()
+    node = b.call(convert, b.input("x", *shape), source, target, 4)
+    (found,) = node_collectives(node)
+    assert found.num_bytes == 4 * parts

@@ -95,6 +95,21 @@ def test_the_sum_of_a_replicated_gradient_is_there_until_it_is_reduced() -> None
         assert measure(found, program) == (memory.kept_bytes, memory.peak_bytes)
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_parts_of_a_sharded_gradient_are_added_to_the_first_which_is_no_activation(
+    recompute: str,
+) -> None:
+    """It is in ``grad`` of its DTensor from the start, with plain tensors only at the end."""
+    torch.manual_seed(0)
+    inputs = {"x": torch.randn(2, 4, 16, dtype=torch.float64)}
+    program = compiled(found := make_case(_Again().double(), inputs), tp=2, recompute=recompute)
+    assert program.param_placements["layers.0.up.weight"].is_sharded
+    memory = step_memory(program)
+    with fake_group(2):
+        assert measure(found, program) == (memory.kept_bytes, memory.peak_bytes)
+    assert step_memory(program, accumulates=True).peak_bytes > memory.peak_bytes + 16 * 64 * 8
+
+
 class _Teacher(_Again):
     """Learns what its own layers return, which it runs without gradients."""
 
@@ -203,6 +218,32 @@ def test_the_peak_counts_copies_of_padded_parameters() -> None:
         return plan(_Wide(width), ((x,), {}), tp=2, **options).activation_peak_bytes
 
     assert peak_bytes(127) == peak_bytes(128) + 2 * 4 * 32 * 64
+
+
+class _OddLayer(nn.Module):
+    """A layer of which rank 1 of two pads a third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.out = nn.Linear(16, 3 * 16), nn.Linear(3 * 16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).unflatten(-1, (3, 16)).transpose(1, 2)
+        core = nn.functional.scaled_dot_product_attention(q, q, q)
+        return x + self.out(core.transpose(1, 2).flatten(2))
+
+
+def test_the_peak_counts_padded_parameters_of_the_layer_that_is_recomputed_ahead() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(_OddLayer() for _ in range(3)), nn.Linear(16, 1)).double()
+    inputs = {"input": torch.randn(2, 8, 16, dtype=torch.float64)}
+    found = make_case(model, inputs)
+    program = compiled(found, tp=2, recompute="full")
+    assert any(region.partitioned.ahead for region in program.regions.values())
+    memory = step_memory(program)
+    with fake_group(2):
+        (_, peak) = measure(found, program, rank=1)
+    assert abs(peak / memory.peak_bytes - 1) < 0.01
 
 
 class _Skips(nn.Module):

@@ -59,19 +59,19 @@ def _loss(node: Node, values: dict[str, Any], world_size: int, emit: Emit) -> No
     logits, target, ignore = values["self"], values["target"], values["ignore_index"]
     weight, smoothing = values["weight"], values["label_smoothing"]
     classes, dtype = arguments(node)["self"].meta["val"].shape[1], logits.meta["val"].dtype
+    logits = _wide(logits, emit)
     if weight is None and smoothing == 0:
         pair = emit(VOCAB_NLL.overload, logits, target, ignore, classes, world_size)
     else:
-        weights = weight or emit(_aten.new_ones.default, target, [classes], dtype=dtype)
+        weight = weight and _wide(weight, emit)
+        ones = {"dtype": logits.meta["val"].dtype}
+        weights = weight or emit(_aten.new_ones.default, target, [classes], **ones)
         args = (logits, target, weights, ignore, classes, smoothing, world_size)
         pair = emit(VOCAB_SMOOTHED_NLL.overload, *args)
-    nll = emit(operator.getitem, pair, 0)
+    loss = emit(operator.getitem, pair, 0)
     # ATen's codes: 0 none, 1 mean, 2 sum.
-    if values["reduction"] == 0:
-        return nll
-    # As torch's kernels of a GPU accumulate: in float16 the sum of many rows would overflow.
-    wide = {"dtype": torch.float32} if dtype.itemsize == 2 else {}
-    loss = emit(_aten.sum.default, nll, **wide)
+    if values["reduction"] != 0:
+        loss = emit(_aten.sum.default, loss)
     if values["reduction"] == 1:
         # The mean is over the tokens that are not ignored.
         counted = emit(_aten.ne.Scalar, target, ignore)
@@ -79,8 +79,23 @@ def _loss(node: Node, values: dict[str, Any], world_size: int, emit: Emit) -> No
             index = emit(_aten.where.ScalarOther, counted, target, 0)
             own = emit(_aten.index.Tensor, weight, [index])
             counted = emit(_aten.where.ScalarOther, counted, own, 0)
-        loss = emit(_aten.div.Tensor, loss, emit(_aten.sum.default, counted, **wide))
-    return emit(_aten._to_copy.default, loss, dtype=dtype) if wide else loss
+        loss = emit(_aten.div.Tensor, loss, emit(_aten.sum.default, counted))
+    return _as(dtype, loss, emit)
+
+
+def _wide(value: Node, emit: Emit) -> Node:
+    """Return ``value`` in at least 32 bits, in which torch's kernels compute and accumulate.
+
+    A logsumexp of 16 bits is off by more than the loss of a row that is predicted well, and so is
+    its gradient; in float16 the sum of many rows would overflow.
+    """
+    dtype = value.meta["val"].dtype
+    return _as(torch.float32 if dtype.itemsize == 2 else dtype, value, emit)
+
+
+def _as(dtype: torch.dtype, value: Node, emit: Emit) -> Node:
+    is_already = value.meta["val"].dtype == dtype
+    return value if is_already else emit(_aten._to_copy.default, value, dtype=dtype)
 
 
 def _logsumexp(node: Node, values: dict[str, Any], world_size: int, emit: Emit) -> Node:
@@ -94,13 +109,13 @@ def _rows(node: Node, logits: Node, world_size: int, emit: Emit) -> Node:
 
 def _log_softmax(node: Node, values: dict[str, Any], world_size: int, emit: Emit) -> Node:
     logits, dtype = values["self"], values["dtype"]
-    if dtype is not None and dtype is not logits.meta["val"].dtype:
-        logits = emit(_aten._to_copy.default, logits, dtype=dtype)
+    logits = _as(dtype or logits.meta["val"].dtype, logits, emit)
+    dtype, logits = logits.meta["val"].dtype, _wide(logits, emit)
     rows = emit(_aten.unsqueeze.default, _rows(node, logits, world_size, emit), -1)
     # Every rank subtracts it from its own columns: its gradient is a sum over the ranks.
     rows = emit(CONVERT.overload, rows, "I", "R", world_size)
     rows.meta["placement"] = R
-    return emit(_aten.sub.Tensor, logits, rows)
+    return _as(dtype, emit(_aten.sub.Tensor, logits, rows), emit)
 
 
 _LOWERINGS: dict[object, Callable[[Node, dict[str, Any], int, Emit], Node]] = {

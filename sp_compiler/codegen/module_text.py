@@ -67,8 +67,10 @@ R and I are the same where no gradient flows.
     <==       the result of a collective is here
     recomputed    backward computes this again instead of having saved it"""
 
-Split = Callable[[str, str, Callable[[str, Sequence[str], str], list[str]]], list[str]]
-"""``(name of the class, text of a method, wrapped)`` to the texts of several methods."""
+Wrapped = Callable[[str, Sequence[str], str], list[str]]
+Split = Callable[[str, str, Wrapped, Sequence[str]], list[str]]
+"""``(name of the class, text of a method, wrapped, names of open sizes)`` to the texts of several
+methods."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +200,8 @@ def region_text(
     ]
     name = identifier(region.name)
     if split is not None:
-        methods = [part for method in methods for part in split(name, method, wrapped)]
+        open_sizes = tuple(sizes.values())
+        methods = [part for each in methods for part in split(name, each, wrapped, open_sizes)]
     head = [f"class {name}:", *indented(docstring(_description(region, paths, forward.printer)))]
     parts = ["\n".join(head), *(textwrap.indent(method, "    ") for method in methods)]
     return RegionText(name, "\n\n".join(parts) + "\n", bindings, names)

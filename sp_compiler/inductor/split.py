@@ -94,11 +94,16 @@ class _Run:
 
 
 def split_method(
-    class_name: str, source: str, wrapped: Wrapped, products: bool = True
+    class_name: str,
+    source: str,
+    wrapped: Wrapped,
+    open_sizes: Sequence[str] = (),
+    products: bool = True,
 ) -> list[str]:
     """Cut the text of one static method into the functions to compile and the method itself.
 
-    Without ``products``, a statement with a matmul stays in the method unchanged.
+    Each function also gets the ``open_sizes`` of inputs that the method knows. Without
+    ``products``, a statement with a matmul stays in the method unchanged.
     """
     lines = source.splitlines()
     (function,) = ast.parse(source).body
@@ -116,7 +121,9 @@ def split_method(
                 body += _in_method(statement, known)
                 known.update(statement.names(ast.Store))
             continue
-        inputs = [name for name in run.reads() if name in known and name != "tp"]
+        # Inductor needs the value of each size that the shape of an argument is computed from.
+        read = dict.fromkeys([*run.reads(), *open_sizes])
+        inputs = [name for name in read if name in known and name != "tp"]
         results = _read_behind(runs[place + 1 :], run.writes())
         if not results:
             continue

@@ -17,6 +17,7 @@ from sp_compiler.inductor.lowering import _arrangement
 from sp_compiler.ops.communicator import Communicator
 from tests.helpers import parity
 from tests.helpers.inductor import fused, own_cache
+from tests.helpers.open_sizes import EXAMPLE, open_program, tokens
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 aten = torch.ops.aten
@@ -80,6 +81,34 @@ def test_results_of_16_bits_are_rounded_in_a_chain() -> None:
     x, y = torch.randn(2, 64, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
     ranks = Communicator(None, 0, 2)
     assert torch.equal(fused(chain, [x, y])(ranks, x, y), chain(ranks, x, y))
+
+
+class _Layer(nn.Module):
+    """Between norms a rank has half of the rows, whose number is no size of an input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.1)
+
+
+def test_open_sizes_are_known_where_shapes_are_computed_from_them() -> None:
+    """Inductor finds the value of a size only in a dim that is nothing but that size."""
+    model = nn.Sequential(_Layer(), _Layer()).double()
+    program = open_program(model, {"input": tokens(*EXAMPLE)}, tp=2, backend="inductor")
+    halves = 0
+    for function in (each for functions in program.kernels.values() for each in functions):
+        assert function._traced is not None
+        sizes: list[Any] = []
+        for fake in function._traced.fakes:
+            sizes += [*fake.shape, *fake.stride()] if isinstance(fake, Tensor) else [fake]
+        exprs = {size.node.expr for size in sizes if isinstance(size, torch.SymInt)}
+        plain = {each for each in exprs if each.is_Symbol}
+        assert set().union(*(each.free_symbols for each in exprs)) == plain, function.name
+        halves += exprs != plain
+    assert halves > 1
 
 
 class _Mixed(nn.Module):

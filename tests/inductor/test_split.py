@@ -146,3 +146,16 @@ def forward(tp, x):
     assert "def forward_2(tp, h, x):" in second
     assert second.endswith("return h")
     assert "h = Mlp.forward_2(tp, h, x)" in rest
+
+
+def test_open_sizes_are_passed_where_they_are_known() -> None:
+    """For shapes that are computed from them: an argument may have half of all rows."""
+    method = """\
+@staticmethod
+def backward(tp, saved, grad):
+    (x, size0) = saved
+    h = torch.exp(x) * grad
+    return (h,)"""
+    function, rest = split_method("Mlp", method, wrapped, ["size0", "size1"])
+    assert "def backward_1(tp, x, grad, size0):" in function
+    assert "h = Mlp.backward_1(tp, x, grad, size0)" in rest

@@ -22,6 +22,7 @@ from sp_compiler.base.units import bytes_text
 from sp_compiler.compiler import build
 from sp_compiler.cost.step_memory import step_memory
 from sp_compiler.options import CompileOptions
+from sp_compiler.runtime.parameter_gradients import local_tensor
 from tests.helpers import parity
 from tests.helpers.fake_group import fake_group
 
@@ -38,7 +39,7 @@ class MetaRecorder(PeakRecorder):
 
     def _numbers(self, tensors: object) -> set[int]:
         assert isinstance(tensors, list)
-        keys = {tensor.untyped_storage()._cdata for tensor in tensors}
+        keys = {local_tensor(tensor).untyped_storage()._cdata for tensor in tensors}
         return {number for number in self._now() if self._made[number][1] in keys}
 
 

@@ -64,8 +64,8 @@ def _loss(node: Node, values: dict[str, Any], world_size: int, emit: Emit) -> No
         pair = emit(VOCAB_NLL.overload, logits, target, ignore, classes, world_size)
     else:
         weight = weight and _wide(weight, emit)
-        ones = {"dtype": logits.meta["val"].dtype}
-        weights = weight or emit(_aten.new_ones.default, target, [classes], **ones)
+        wide = logits.meta["val"].dtype
+        weights = weight or emit(_aten.new_ones.default, target, [classes], dtype=wide)
         args = (logits, target, weights, ignore, classes, smoothing, world_size)
         pair = emit(VOCAB_SMOOTHED_NLL.overload, *args)
     loss = emit(operator.getitem, pair, 0)

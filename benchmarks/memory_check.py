@@ -2,10 +2,11 @@
 
     python -m benchmarks.memory_check [--models gpt2 llama ...] [--tp 1 2 8] [--write]
 
-One process runs one rank's step on real tensors over a fake process group, whose collectives move
-nothing and make tensors of the right size. The comparison covers the bytes alive between forward
-and backward, which must agree to the byte, and the peak over the step. Budgets of
-``recompute="auto"`` are the minimum that fits, the largest that is useful, and the middle.
+One process runs the last rank's step, whose parts have the padding, on real tensors over a fake
+process group, whose collectives move nothing and make tensors of the right size. The comparison
+covers the bytes alive between forward and backward, which must agree to the byte, and the peak over
+the step. Budgets of ``recompute="auto"`` are the minimum that fits, the largest that is useful, and
+the middle.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ def rows(name: str, tp: int) -> Iterator[Row]:
     ]:
         program = parity.compiled_in_turn(found, tp=tp, **options)
         memory = step_memory(program)
-        kept, peak = measure(found, program)
+        kept, peak = measure(found, program, rank=tp - 1)
         yield Row(name, tp, policy, memory.kept_bytes, kept, memory.peak_bytes, peak)
 
 

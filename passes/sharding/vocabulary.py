@@ -89,8 +89,7 @@ def _wide(value: Node, emit: Emit) -> Node:
     A logsumexp of 16 bits is off by more than the loss of a row that is predicted well, and so is
     its gradient; in float16 the sum of many rows would overflow.
     """
-    dtype = value.meta["val"].dtype
-    return _as(torch.float32 if dtype.itemsize == 2 else dtype, value, emit)
+    return _as(torch.promote_types(value.meta["val"].dtype, torch.float32), value, emit)
 
 
 def _as(dtype: torch.dtype, value: Node, emit: Emit) -> Node:

@@ -11,7 +11,10 @@ from __future__ import annotations
 import builtins
 import keyword
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+
+Wrapped = Callable[[str, Sequence[str], str], list[str]]
+"""``(head, items, tail)``: lines of ``head items tail``, wrapped if that is too long for one."""
 
 _QUOTED = '\\"'
 # Soft keywords (match, type) and builtins are legal names, but would confuse a reader, and

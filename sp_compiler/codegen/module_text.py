@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from sp_compiler.base.placement import legend
-from sp_compiler.base.python_text import docstring, identifier
+from sp_compiler.base.python_text import Wrapped, docstring, identifier
 from sp_compiler.codegen.descriptions import describe
 from sp_compiler.codegen.expressions import Printer, binding
 from sp_compiler.codegen.idioms import Idioms
@@ -67,7 +67,6 @@ R and I are the same where no gradient flows.
     <==       the result of a collective is here
     recomputed    backward computes this again instead of having saved it"""
 
-Wrapped = Callable[[str, Sequence[str], str], list[str]]
 Split = Callable[[str, str, Wrapped, Sequence[str]], list[str]]
 """``(name of the class, text of a method, wrapped, names of open sizes)`` to the texts of several
 methods."""

@@ -22,13 +22,11 @@ from __future__ import annotations
 
 import ast
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from sp_compiler.base.python_text import Wrapped
 from sp_compiler.ops.registry import OPERATORS
-
-Wrapped = Callable[[str, Sequence[str], str], list[str]]
-"""``(head, items, tail)``: lines of ``head items tail``, wrapped if that is too long for one."""
 
 DECORATOR = "inductor"
 # Methods of the communicator that are not custom operators and do not communicate.

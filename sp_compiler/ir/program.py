@@ -190,8 +190,7 @@ class Program:
         # it. A call under no_grad computes none.
         uses = Counter(
             ref.name
-            for call in self.calls
-            if any(node.meta["requires_grad"] for node in call.region.outputs)
+            for call in filter(_has_backward, self.calls)
             for ref in set(call.args)
             if ref.kind == "param"
         )
@@ -212,21 +211,17 @@ class Program:
         On several ranks these are more than :meth:`own_parameters`: ``grad`` of a DTensor gets the
         first part of a sum, to which the runtime adds the others. Autograd keeps its sums apart.
         """
-        found = self.own_parameters(world_size)
         if world_size == 1:
-            return found
+            return self.own_parameters(world_size)
         begun: set[str] = set()
-        for number, call in reversed([*enumerate(self.calls)]):
-            if any(node.meta["requires_grad"] for node in call.region.outputs):
-                refs = {k: ref for k, ref in enumerate(call.args) if ref.kind == "param"}
-                placements = call.region.input_placements
-                found[number] |= {
-                    k
-                    for k, ref in refs.items()
-                    if ref.name not in begun and _is_final(placements[k], world_size)
-                }
-                begun.update(ref.name for ref in refs.values())
-        return found
+        found: list[frozenset[int]] = []
+        for call in reversed(self.calls):
+            refs = enumerate(call.args) if _has_backward(call) else ()
+            names = {k: ref.name for k, ref in refs if ref.kind == "param"}
+            final = {k for k in names if _is_final(call.region.input_placements[k], world_size)}
+            found.append(frozenset(k for k in final if names[k] not in begun))
+            begun.update(names.values())
+        return found[::-1]
 
     def copied_buffers(self) -> dict[str, Tensor]:
         """Return the buffers that forward writes and calls read, by name: the runtime copies them
@@ -274,6 +269,11 @@ def loss_position(out_spec: TreeSpec, scalars: Collection[int]) -> int | None:
     if isinstance(named, int) and named in scalars:
         return named
     return min(scalars)
+
+
+def _has_backward(call: Call) -> bool:
+    """Return whether gradients flow through ``call``, as they do not under ``no_grad``."""
+    return any(node.meta["requires_grad"] for node in call.region.outputs)
 
 
 def _is_final(placement: Placement, world_size: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from torch._inductor import config
 from torch._subclasses import FakeTensorMode
 
 from sp_compiler.inductor.fused import Fused, TracingRank
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
 
 @contextlib.contextmanager

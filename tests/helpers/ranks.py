@@ -84,12 +84,12 @@ def run_on_copies(
     multiprocessing.set_forkserver_preload(_PRELOADED)
     # Autograd of a CUDA build does not run in a copy of a process that has used it: each rank calls
     # ``before`` for itself there.
-    is_copied = not torch.backends.cuda.is_built()
+    copies = 1 if torch.backends.cuda.is_built() else world_size
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.start_processes(
-            _copied if is_copied else _prepared,
-            (world_size, folder, before, function, args),
-            nprocs=1 if is_copied else world_size,
+            _prepared,
+            (copies, world_size, folder, before, function, args),
+            nprocs=world_size // copies,
             start_method="forkserver",
         )
         return [
@@ -97,23 +97,9 @@ def run_on_copies(
         ]
 
 
-def _copied(
-    _: int,
-    world_size: int,
-    folder: str,
-    before: Callable[[], Any],
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> None:
-    torch.set_num_threads(1)
-    before()
-    multiprocessing.start_processes(
-        _rank, (world_size, folder, function, args), world_size, start_method="fork"
-    )
-
-
 def _prepared(
     rank: int,
+    copies: int,
     world_size: int,
     folder: str,
     before: Callable[[], Any],
@@ -122,7 +108,12 @@ def _prepared(
 ) -> None:
     torch.set_num_threads(1)
     before()
-    _rank(rank, world_size, folder, function, args)
+    if copies == 1:
+        _rank(rank, world_size, folder, function, args)
+    else:
+        multiprocessing.start_processes(
+            _rank, (world_size, folder, function, args), copies, start_method="fork"
+        )
 
 
 def _rank(

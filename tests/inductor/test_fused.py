@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -43,9 +42,9 @@ from sp_compiler.inductor.shortcuts import (
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.ops.dropout import dropout, dropout_mask
 from sp_compiler.ops.uniform import uniform
-from tests.helpers.inductor import fused, own_cache
+from tests.helpers.inductor import fused, needs_compiler, own_cache
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+pytestmark = needs_compiler
 
 SEEDS = (12345, 0, -1, -(1 << 63), (1 << 63) - 1)
 # Of two ranks; and so far behind that offsets exceed 2^32 and 2^40, without such tensors.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,9 @@ from sp_compiler.inductor.fused import Fused
 from sp_compiler.inductor.lowering import _arrangement
 from sp_compiler.ops.communicator import Communicator
 from tests.helpers import parity
-from tests.helpers.inductor import fused, own_cache
+from tests.helpers.inductor import fused, needs_compiler, own_cache
 from tests.helpers.open_sizes import EXAMPLE, open_program, tokens
 
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 aten = torch.ops.aten
 _X = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(0)) * 2 + 30
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from unittest import mock
@@ -12,9 +11,9 @@ import torch
 from torch import Tensor
 
 from sp_compiler.ops.communicator import Communicator
-from tests.helpers.inductor import fused, own_cache
+from tests.helpers.inductor import fused, needs_compiler, own_cache
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+pytestmark = needs_compiler
 ALONE = Communicator(None, 0, 1)
 
 

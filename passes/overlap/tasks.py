@@ -12,6 +12,7 @@ from sp_compiler.cost.fused_kernels import fused_bytes, kernels_of
 from sp_compiler.cost.hardware import Hardware
 from sp_compiler.cost.memory import (
     arrival_bytes,
+    in_flight_bytes,
     made_storages,
     own_gradients,
     owned_bytes,
@@ -106,9 +107,10 @@ class _Facts(NamedTuple):
         before: operators whose results it reads.
         reads: for each operand, the nodes that may own its storage.
         made: nodes whose storages it makes and that count.
-        copy_bytes: bytes of a copy that it sends, and holds until it has arrived.
+        sends_copy: whether it sends a copy, and does not hold its operand until it has arrived.
+        in_flight_bytes: bytes that it holds until it has arrived.
         arrival_bytes: bytes that it allocates only when it has arrived.
-        run_bytes: all bytes that it allocates before, ``copy_bytes`` included.
+        run_bytes: all bytes that it allocates before, ``in_flight_bytes`` included.
         kernel: number of the fused kernel that it is part of.
         is_awaited: whether it is a collective, followed by a task that waits for it.
         draws: whether it draws random numbers.
@@ -120,7 +122,8 @@ class _Facts(NamedTuple):
     made: Sequence[Node]
     time_us: float
     link_us: float
-    copy_bytes: int
+    sends_copy: bool
+    in_flight_bytes: int
     arrival_bytes: int
     run_bytes: int
     kernel: int | None
@@ -172,7 +175,8 @@ class _FactsOfNodes:
             made=[storage for storage in made if storage not in self._ignored],
             time_us=compute_us(node, self._hardware, self._traffic),
             link_us=link_us,
-            copy_bytes=sent_copy_bytes(node),
+            sends_copy=sent_copy_bytes(node) > 0,
+            in_flight_bytes=in_flight_bytes(node),
             arrival_bytes=arrival_bytes(node),
             run_bytes=needed_bytes - scratch_bytes(node) + start_bytes(node),
             kernel=self._kernels.get(node),
@@ -255,11 +259,12 @@ class _Builder:
         needs.extend(self._effects_before(facts, position))
         needs.extend(self._handed)
         makes = tuple(map(self._new_storage, facts.made))
-        reads = sent = tuple(self._storages_of(facts.reads))
-        if facts.copy_bytes:
-            sent = (len(self._storage_bytes),)
-            self._storage_bytes.append(facts.copy_bytes)
-            makes += sent
+        reads = tuple(self._storages_of(facts.reads))
+        held = () if facts.sends_copy else reads
+        if facts.in_flight_bytes:
+            in_flight = len(self._storage_bytes)
+            self._storage_bytes.append(facts.in_flight_bytes)
+            makes, held = (*makes, in_flight), (*held, in_flight)
         task = Task(
             needs=tuple(dict.fromkeys(needs)),
             time_us=facts.time_us,
@@ -270,11 +275,12 @@ class _Builder:
         )
         self._append(task, node, facts.kernel)
         if facts.is_awaited:
-            # The wait reads what is sent too: it must live until the collective has ended.
+            # The wait reads what is sent and received too: it must live until the collective has
+            # ended.
             wait = Task(
                 needs=(position,),
                 waits_for=position,
-                reads=sent,
+                reads=held,
                 run_bytes=facts.arrival_bytes,
             )
             self._append(wait, node)

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from sp_compiler.codegen.idioms import Idioms
 from sp_compiler.codegen.lifetimes import is_named_part
-from sp_compiler.cost.memory import arrival_bytes, scratch_bytes, sent_copy_bytes, start_bytes
+from sp_compiler.cost.memory import call_scratch_bytes, in_flight_bytes, sent_operands
 from sp_compiler.ir.fx import tensor_operands
 from sp_compiler.ir.op_traits import (
     COPIES,
@@ -39,7 +39,6 @@ from sp_compiler.ir.op_traits import (
     is_handed,
     is_part,
     is_pure_view,
-    is_started,
     is_tagged_pointwise,
     is_view,
     is_wait,
@@ -289,9 +288,8 @@ class _Storages:
             for used in {bases[used]: None for used in (node, *node.all_input_nodes)}:
                 users.setdefault(used, []).append(node)
             # Until it has arrived, a collective holds what it sends, if that is no copy.
-            if is_wait(node) and not sent_copy_bytes(node.all_input_nodes[0]):
-                for sent in node.all_input_nodes[0].all_input_nodes:
-                    users.setdefault(base(sent), []).append(node)
+            for sent in sent_operands(node):
+                users.setdefault(base(sent), []).append(node)
         # Bytes, whether it is handed over, the statements that hold it, and those that use it.
         self._freed = [
             (
@@ -304,8 +302,8 @@ class _Storages:
         ]
         for node in filter(is_wait, nodes):
             start = node.all_input_nodes[0]
-            if copy_bytes := example_number(sent_copy_bytes(start)):
-                self._freed.append((copy_bytes, False, [start], [start, node]))
+            if held_bytes := example_number(in_flight_bytes(start)):
+                self._freed.append((held_bytes, False, [start], [start, node]))
 
     def limits(self, statements: Sequence[Node], held: Mapping[Node, _Held]) -> dict[Node, int]:
         """Return the bytes that each statement may hold without raising the peak of the function.
@@ -379,13 +377,10 @@ def _statement_of(node: Node) -> Node:
 
 def _needs(node: Node) -> tuple[int, int]:
     """Return the bytes that a call allocates while it runs, and those of them that outlive it."""
-    if is_wait(node):
-        return example_number(arrival_bytes(node.all_input_nodes[0])), 0
-    during_bytes, after_bytes = scratch_bytes(node), 0
-    if is_started(node):
-        during_bytes, after_bytes = start_bytes(node), sent_copy_bytes(node)
-    made_bytes, kept_bytes = _bytes(node.meta["val"]), _kept_bytes(node)
-    return made_bytes + example_number(during_bytes), kept_bytes + example_number(after_bytes)
+    during_bytes, after_bytes = map(example_number, call_scratch_bytes(node))
+    if is_wait(node):  # its result is that of the collective
+        return during_bytes, after_bytes
+    return _bytes(node.meta["val"]) + during_bytes, _kept_bytes(node) + after_bytes
 
 
 def _kept_bytes(node: Node) -> int:

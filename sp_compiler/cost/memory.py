@@ -22,7 +22,7 @@ from sp_compiler.ir.op_traits import (
     is_started,
     is_wait,
 )
-from sp_compiler.ops.convert import copied_to_send_bytes, joined_bytes
+from sp_compiler.ops.convert import copied_to_send_bytes, joined_bytes, received_padding_bytes
 from sp_compiler.ops.registry import operator_of
 
 
@@ -60,9 +60,7 @@ def _function_peak(graph: Graph, ignored: Iterable[Node] = ()) -> int:
     calls = [node for node in graph.nodes if node.op == "call_function"]
     last_use: dict[Node, int] = {}
     for position, node in enumerate(calls):
-        if is_wait(node) and not sent_copy_bytes(node.all_input_nodes[0]):
-            # A collective holds what it sends until it is complete.
-            last_use[base(node.all_input_nodes[0].all_input_nodes[0])] = position
+        last_use.update((base(sent), position) for sent in sent_operands(node))
         # Also the node itself: a result that nobody reads dies where it is made.
         last_use.update((base(used), position) for used in (node, *node.all_input_nodes))
     dying: dict[int, list[Node]] = {}
@@ -75,13 +73,14 @@ def _function_peak(graph: Graph, ignored: Iterable[Node] = ()) -> int:
     for position, node in enumerate(calls):
         # A view allocates nothing, and a part was counted with the operator that made it.
         if base(node) is node and not is_part(node):
-            later_bytes = scratch_bytes(node) - start_bytes(node) if is_started(node) else 0
+            during_bytes, after_bytes = call_scratch_bytes(node)
+            later_bytes = scratch_bytes(node) - during_bytes
             peak = max(peak, live + run_bytes(node, skipped) - later_bytes)
             live += sum(owned_bytes(made) for made in made_storages(node) if made not in skipped)
-            live += sent_copy_bytes(node) if is_started(node) else 0
+            live += after_bytes
         elif is_wait(node):
-            peak = max(peak, live + arrival_bytes(node.all_input_nodes[0]))
-            live -= sent_copy_bytes(node.all_input_nodes[0])
+            peak = max(peak, live + call_scratch_bytes(node)[0])
+            live -= in_flight_bytes(node.all_input_nodes[0])
         # After the call: its operands live while it runs.
         live -= sum(owned_bytes(storage) for storage in dying.get(position, ()))
     return peak
@@ -106,23 +105,50 @@ def scratch_bytes(node: Node) -> int:
     return 0 if ours is None else ours.scratch_bytes(arguments(node), node.meta["val"])
 
 
+def call_scratch_bytes(node: Node) -> tuple[int, int]:
+    """Return the bytes that a call allocates in addition to its result while it runs, and those of
+    them that outlive it: what a collective that is only started holds until it has arrived."""
+    if is_wait(node):
+        return arrival_bytes(node.all_input_nodes[0]), 0
+    if is_started(node):
+        return start_bytes(node), in_flight_bytes(node)
+    return scratch_bytes(node), 0
+
+
 def start_bytes(node: Node) -> int:
-    """Return the scratch bytes that an operator allocates when it starts: of a gather only the copy
-    that it sends, of other operators all."""
-    return sent_copy_bytes(node) if collective_of(node) == "all_gather" else scratch_bytes(node)
+    """Return the scratch bytes that an operator allocates when it starts: of a gather only what it
+    holds until it has arrived, of other operators all."""
+    return in_flight_bytes(node) if collective_of(node) == "all_gather" else scratch_bytes(node)
+
+
+def in_flight_bytes(node: Node) -> int:
+    """Return the bytes that a collective holds from its start until it has arrived, without those
+    of its result: of a copy that it sends, and of the padding that it receives."""
+    if collective_of(node) is None:
+        return 0
+    return sent_copy_bytes(node) + received_padding_bytes(arguments(node), node.meta["val"])
 
 
 def sent_copy_bytes(node: Node) -> int:
-    """Return the bytes of the copy that a collective sends instead of its operand, and holds until
-    it has arrived."""
+    """Return the bytes of the copy that a collective sends instead of its operand."""
     if collective_of(node) is None:
         return 0
     return copied_to_send_bytes(arguments(node), node.meta["val"])
 
 
+def sent_operands(node: Node) -> list[Node]:
+    """Return the values that a collective holds until ``node`` has waited for it; none if it sends
+    a copy, or if ``node`` is no wait."""
+    if not is_wait(node) or sent_copy_bytes(node.all_input_nodes[0]):
+        return []
+    return node.all_input_nodes[0].all_input_nodes
+
+
 def arrival_bytes(node: Node) -> int:
-    """Return the scratch bytes that a collective allocates only when it has arrived."""
-    return 0 if collective_of(node) is None else joined_bytes(arguments(node))
+    """Return the bytes that a collective allocates only when it has arrived."""
+    if collective_of(node) is None:
+        return 0
+    return joined_bytes(arguments(node), node.meta["val"])
 
 
 def made_storages(node: Node) -> list[Node]:

@@ -133,7 +133,9 @@ def _copied_bytes(args: Arguments, result: Tensor) -> int:
     source, target = _placements(args)
     method, num_ranks = _method(args), args["world_size"]
     if method == "all_gather":  # the copy that was sent is freed before parts are joined
-        return joined_bytes(args) or copied_to_send_bytes(args, result)
+        if _is_joined(args):
+            return bytes_of(args["x"].meta["val"]) * num_ranks
+        return received_padding_bytes(args, result) + copied_to_send_bytes(args, result)
     if method == "zero_pad_to_partial":
         # Rows need no copy: the parts are in rank order already.
         is_copied = source.padding(num_ranks) or len(source.segments) > 1
@@ -164,13 +166,23 @@ def copied_to_send_bytes(args: Arguments, result: Tensor) -> int:
     return 0 if is_rows and x.is_contiguous() else bytes_of(result) * num_ranks
 
 
-def joined_bytes(args: Arguments) -> int:
-    """Return the bytes of the parts that a gather has received, before they are joined."""
+def received_padding_bytes(args: Arguments, result: Tensor) -> int:
+    """Return by how many bytes the parts that a gather receives are larger than its result."""
+    if _method(args) != "all_gather":
+        return 0
+    return bytes_of(args["x"].meta["val"]) * args["world_size"] - bytes_of(result)
+
+
+def joined_bytes(args: Arguments, result: Tensor) -> int:
+    """Return the bytes of the result that a gather makes from the parts that it has received; 0 if
+    it is a view of them."""
+    return bytes_of(result) if _method(args) == "all_gather" and _is_joined(args) else 0
+
+
+def _is_joined(args: Arguments) -> bool:
     source, _ = _placements(args)
     # Rows need no copy: the parts are in rank order already.
-    is_copied = source.dim or len(source.segments) > 1
-    x, num_ranks = args["x"].meta["val"], args["world_size"]
-    return bytes_of(x) * num_ranks if _method(args) == "all_gather" and is_copied else 0
+    return bool(source.dim) or len(source.segments) > 1
 
 
 def _method(args: Arguments) -> str:

@@ -110,6 +110,14 @@ def test_parts_of_a_sharded_gradient_are_added_to_the_first_which_is_no_activati
     assert step_memory(program, accumulates=True).peak_bytes > memory.peak_bytes + 16 * 64 * 8
 
 
+def test_a_gather_receives_the_padding_of_all_ranks() -> None:
+    """Key heads that eight ranks do not divide are gathered where the step has its peak."""
+    program = compiled(found := case("llama_gqa8", 2, 16), tp=8, recompute="none")
+    memory = step_memory(program)
+    with fake_group(8):
+        assert measure(found, program, rank=7) == (memory.kept_bytes, memory.peak_bytes)
+
+
 class _Teacher(_Again):
     """Learns what its own layers return, which it runs without gradients."""
 

@@ -194,10 +194,10 @@ class SavingProgram:
         result = milp(
             _RESOLUTION * np.concatenate(cost[: self.parts]),
             constraints=self._constraints(limit_bytes),
-            # Once kept and sent are integral, recomputed is too: fewer integer columns suffice.
-            integrality=np.repeat([1, 0, 1][: self.parts], self.count),
+            # "Recomputed" would be integral once the others are. But HiGHS prints to stdout when it
+            # has to repair a solution, as it does with continuous columns, or after its presolve.
+            integrality=1,
             bounds=Bounds(0, np.concatenate(upper)),
-            # Presolve prints to stdout if it has to repair a solution.
             options={"mip_rel_gap": 1e-12, "presolve": False},
         )
         if result.x is None:

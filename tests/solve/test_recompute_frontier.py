@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -163,6 +164,32 @@ def test_a_block_of_up_to_fourteen_candidates_is_solved_like_brute_force() -> No
     assert values[position].num_bytes > 0
     _, free = recompute_problem(joint, 1, frozenset({0}), PartitionOptions())
     assert free[position].num_bytes == 0
+
+
+def test_the_solver_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """On stdout are the results of commands; HiGHS prints if it has to repair a solution, here of a
+    program in which only some columns are integral."""
+    rng, sizes = random.Random(7), (0, 8, 16, 24, 64, 96, 128, 160, 200, 512, 1024)
+
+    def below(end: int) -> int:
+        return int(rng.random() * end)
+
+    values = [
+        ForwardValue(
+            parents=tuple({below(index) for _ in range(below(3)) if index}),
+            num_bytes=sizes[below(len(sizes))],
+            time_us=30 * rng.random(),
+            needed=rng.random() < 0.6,
+            can_keep=rng.random() < 0.9,
+            can_repeat=rng.random() < 0.9,
+        )
+        for index in range(60)
+    ]
+    limit_bytes = sum(value.num_bytes for value in values) // 4
+    found = SavingProgram(values).solve(limit_bytes)
+    assert found is not None
+    assert found.num_bytes <= limit_bytes
+    assert capfd.readouterr().out == ""
 
 
 @pytest.mark.parametrize("missing_bytes", [1, 1024])

@@ -52,6 +52,7 @@ def executor_for(state: ModuleState, leaves: list[Any], structure: pytree.TreeSp
     key = call_key(
         state.modules.values(),
         parameters,
+        state.buffers.current(),
         leaves,
         structure,
         state.layout.attributes.key(),
@@ -134,10 +135,9 @@ def _say_compiled_again(
     changed = [f"{name} {text}" for name, text in arguments.items() if latest.get(name) != text]
     if old is not None:
         before = state.layout.attributes.text_before
-        changed += differences(old, key, state.modules, state.parameters, before)
-    how = ""
-    if open_dims:
-        how = ", once for all other sizes: it takes about three times as long as the first time"
+        changed += differences(old, key, state.modules, state.parameters, state.buffers, before)
+    once = ", once for all other sizes: it takes about three times as long as the first time"
+    how = once if open_dims else ""
     if padded:
         how += "; inputs padded to one size avoid it"
     model = type(state.original.model).__name__

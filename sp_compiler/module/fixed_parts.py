@@ -44,6 +44,16 @@ def refuse_other_module(name: str, path: str) -> NoReturn:
     )
 
 
+def refuse_other_buffer(name: str, path: str, value: Any) -> NoReturn:
+    """Raise the error for a buffer ``name`` of the module at ``path`` that is set to ``None``, or
+    no longer to ``None``."""
+    was, now = ("a tensor", "None") if value is None else ("None", "a tensor")
+    raise UnsupportedError(
+        f"cannot set buffer {name!r} of module {path or '(model)'!r}, which was {was}, to {now}: "
+        "compiled code reads the same buffers in every call; set it before sp_compiler.compile"
+    )
+
+
 def refuse_other_forward(path: str) -> NoReturn:
     """Raise the error for a ``forward`` set on the module at ``path``, which would never run."""
     raise UnsupportedError(

@@ -19,6 +19,7 @@ from sp_compiler.module.fixed_parts import (
     FixedContainer,
     is_needless,
     refuse_change,
+    refuse_other_buffer,
     refuse_other_forward,
     refuse_other_module,
 )
@@ -154,6 +155,9 @@ class MirrorModule(HookedModule, ModelMethods, nn.Module):
         own = name in self.__dict__ or name in self._buffers or hasattr(nn.Module, name)
         if name == "forward" and self._sp_path:
             refuse_other_forward(self._sp_path)
+        is_known = original is not None and name in self._buffers
+        if is_known and (value is None) != (self._buffers[name] is None):
+            refuse_other_buffer(name, self._sp_path, value)
         # nn.Module sets attributes in its constructor, before there is an original.
         if original is None or own or name.startswith("_sp_") or name in _FSDP_MARKS:
             return super().__setattr__(name, value)

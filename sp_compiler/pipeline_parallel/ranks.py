@@ -60,11 +60,10 @@ class StageRanks:
             RankMismatchError: they differ, so that stages would work on tokens and labels of
                 different batches.
         """
-        # Without parameters, which differ between stages, and without attributes, some of
-        # which FSDP sets on the modules that it manages.
-        key = call_key(
-            self._state.modules.values(), (), leaves, structure, loss_only=self._state.loss_only
-        )
+        # Without parameters and buffers, which differ between stages, and without attributes,
+        # some of which FSDP sets on the modules that it manages.
+        modules, loss_only = self._state.modules.values(), self._state.loss_only
+        key = call_key(modules, (), (), leaves, structure, loss_only=loss_only)
         self._agreement.begin_call(key, leaves, names, compiled=True)
         if self._agreement.every_call:
             self._agreement.settle()  # before anything is sent

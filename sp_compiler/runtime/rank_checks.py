@@ -23,7 +23,7 @@ from sp_compiler.ops.gpu.host_copy import HostCopy
 from sp_compiler.runtime.failures.board import FailureBoard
 from sp_compiler.runtime.fingerprints import combined, fingerprint, leading_digest, strided
 from sp_compiler.runtime.group import TensorParallelGroup, on_device
-from sp_compiler.runtime.keys.call_key import CallKey, leaf_text
+from sp_compiler.runtime.keys.call_key import CallKey, Constant, leaf_text
 from sp_compiler.runtime.watched_collectives import outside_modes
 
 # Inputs are compared in the first calls of a kind, where mistakes of data loading show, and then
@@ -340,7 +340,8 @@ def _inputs(
     remaining = iter(numbers)
     by_leaf = itertools.zip_longest(names, described, leaves, digests)
     for name, text, leaf, digest in by_leaf:
-        facts[f"{_INPUT}{name}"] = leaf_text(text)
+        # Constants whole: the beginnings of two texts may be the same.
+        facts[f"{_INPUT}{name}"] = text.whole() if isinstance(text, Constant) else leaf_text(text)
         number = next(remaining, "") if isinstance(leaf, Tensor) and not leaf.is_meta else ""
         if not number and digest is not None:
             number = f"{digest:08x}"

@@ -123,7 +123,8 @@ class CompiledGraph:
 
     def _compiled(self, bound: BoundInputs) -> _Compiled:
         """Return the program for these inputs, compiled on all ranks if necessary."""
-        plain = call_key((), bound.params.values(), bound.values, self._graph.identity)
+        params, buffers = bound.params.values(), bound.buffers.values()
+        plain = call_key((), params, buffers, bound.values, self._graph.identity)
         # Dynamo may leave numbers (`lengths.max().item()`) and layouts to the graph.
         key = self._programs.decided(GraphKey(**vars(plain)), bound.tensors, bound.buffers)
         compiled = self._programs.get(key)

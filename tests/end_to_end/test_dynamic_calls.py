@@ -173,7 +173,7 @@ def test_a_bug_is_no_reason_to_fix_sizes(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_model_that_cannot_help_it_is_compiled_for_fixed_sizes_in_the_end() -> None:
     cache = ProgramCache[int]()
-    keys = [call_key((), (), [users.batch(2, seq)], None) for seq in range(2, 9)]
+    keys = [call_key((), (), (), [users.batch(2, seq)], None) for seq in range(2, 9)]
     assert not cache.opens(keys[0], [])
     cache.put(keys[0], 0)
     assert cache.opens(keys[1], [])

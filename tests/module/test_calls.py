@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 import sp_compiler
-from sp_compiler import ArgumentError
+from sp_compiler import ArgumentError, UnsupportedError
 from sp_compiler.runtime.group import device_type_of
 from tests.helpers import users
 
@@ -89,3 +89,38 @@ def test_hooks_see_what_the_block_returns_and_no_buffer() -> None:
     for name, parameter in expected.named_parameters():
         torch.testing.assert_close(module.get_parameter(name).grad, parameter.grad)
     torch.testing.assert_close(dict(module.named_buffers()), dict(expected.named_buffers()))
+
+
+class _Table(nn.Module):
+    """Adds rows from the end of a buffer, whose positions depend on its length."""
+
+    table: Tensor
+    bias: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("table", torch.randn(8, 4))
+        self.register_buffer("bias", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x) + self.table[-x.shape[0] :] + self.table.sum(0) / self.table.shape[0]
+        if self.table.dtype == torch.bfloat16:
+            x = x * 2
+        return x if self.bias is None else x + self.bias
+
+
+@pytest.mark.parametrize("table", [torch.randn(16, 4), torch.randn(8, 4).bfloat16()])
+def test_another_buffer_in_place_of_one_is_read(
+    table: Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = sp_compiler.compile(copy.deepcopy(model := _Table()), tp=1)
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(module(x), model(x))
+    module.table = model.table = table
+    torch.testing.assert_close(module(x), model(x))
+    assert "is compiled again for buffer table " in caplog.text
+    with pytest.raises(UnsupportedError, match=r"cannot set buffer 'bias'.*None, to a tensor"):
+        module.bias = torch.ones(4)
+    with pytest.raises(UnsupportedError, match=r"'table'.*, which was a tensor, to None"):
+        module.table = None

@@ -14,7 +14,7 @@ from sp_compiler.runtime.keys.differences import differences
 
 
 def _key(model: nn.Module) -> CallKey:
-    return call_key(model.modules(), model.parameters(), [], None)
+    return call_key(model.modules(), model.parameters(), model.buffers(), [], None)
 
 
 def _freeze_all_but_last(model: nn.Sequential) -> None:
@@ -44,7 +44,7 @@ def test_modules_and_parameters_are_named(
     before = _key(model)
     change(model)
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
-    assert differences(before, _key(model), modules, parameters, str) == said
+    assert differences(before, _key(model), modules, parameters, [], str) == said
 
 
 def test_autocast_is_named() -> None:
@@ -52,11 +52,11 @@ def test_autocast_is_named() -> None:
     plain = _key(model)
     with torch.autocast("cpu", torch.bfloat16):
         cast = _key(model)
-    assert differences(plain, cast, [""], ["weight", "bias"], str) == ["autocast cpu bfloat16"]
-    assert differences(cast, plain, [""], ["weight", "bias"], str) == ["no autocast"]
+    assert differences(plain, cast, [""], ["weight", "bias"], [], str) == ["autocast cpu bfloat16"]
+    assert differences(cast, plain, [""], ["weight", "bias"], [], str) == ["no autocast"]
 
 
 def test_a_default_dtype_is_named() -> None:
     before = _key(nn.Linear(2, 2))
     now = dataclasses.replace(before, default_dtype=torch.float64)
-    assert differences(before, now, [""], ["weight", "bias"], str) == ["default dtype float64"]
+    assert differences(before, now, [""], ["weight", "bias"], [], str) == ["default dtype float64"]

@@ -22,7 +22,7 @@ _IDS = torch.zeros(2, 3, dtype=torch.int64)
 def _key(*args: Any, **kwargs: Any) -> CallKey:
     leaves, structure = flatten_inputs(args, kwargs)
     module = nn.Linear(2, 2)
-    return call_key(module.modules(), module.parameters(), leaves, structure)
+    return call_key(module.modules(), module.parameters(), (), leaves, structure)
 
 
 def test_order_of_keyword_arguments_does_not_matter() -> None:
@@ -44,6 +44,7 @@ def test_order_of_keyword_arguments_does_not_matter() -> None:
         ({"a": [1, 2]}, {"a": (1, 2)}),
         ({"a": _IDS}, {"b": _IDS}),
         ({"a": {1}}, {"a": {2}}),
+        ({"a": _IDS}, {"a": _IDS.to_sparse()}),
     ],
 )
 def test_what_tells_calls_apart(one: dict[str, Any], other: dict[str, Any]) -> None:
@@ -71,7 +72,7 @@ def test_modes_are_part_of_the_key() -> None:
 
     def key() -> CallKey:
         leaves, structure = flatten_inputs((_IDS,), {})
-        return call_key(module.modules(), module.parameters(), leaves, structure)
+        return call_key(module.modules(), module.parameters(), (), leaves, structure)
 
     keys = [key()]
     module[1].eval()
@@ -110,6 +111,17 @@ def test_ranks_agree_about_sets_and_devices() -> None:
     one, other = (Constant(torch.device("cpu", index)) for index in (0, 1))
     assert one.text == other.text
     assert one != other
+    one, other = (Constant({"on": [torch.device("cpu", index)]}) for index in (0, 1))
+    assert one.text == other.text
+    assert one != other
+
+
+def test_the_text_of_a_tensor_is_its_values() -> None:
+    """Without its device's index and its history, in which ranks may differ."""
+    weight = torch.ones(2, requires_grad=True)
+    text = Constant(weight * 2).text
+    assert text == Constant(torch.full((2,), 2.0)).text != Constant(torch.ones(2)).text
+    assert text.endswith(":cpu tensor([2., 2.])")
 
 
 class _Short:

@@ -236,6 +236,29 @@ def _decisions() -> Any:
     return None
 
 
+class Named(nn.Module):
+    """Reads a text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, name: str) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y.mean() if name.endswith("0") else y.sum()
+
+
+def _texts() -> Any:
+    """Ranks compare a text whole, not only the part of it that messages show."""
+    torch.manual_seed(0)
+    module = sp_compiler.compile(Named().double(), tp=2)
+    for _ in range(2):
+        with pytest.raises(RankMismatchError, match=r"(?s)input name .* rank 1: name: 'x+1'"):
+            module(batch(4), f"{'x' * 60}{dist.get_rank()}")
+        module(batch(4), "0").backward()
+    return None
+
+
 def _code() -> Any:
     module = compiled("gpt2", example_inputs=((), zoo.inputs("gpt2")))
     shown = module.diff("capture", "final")
@@ -250,6 +273,7 @@ CHECKS = (
     _hooks,
     _mismatches,
     _options,
+    _texts,
 )
 
 

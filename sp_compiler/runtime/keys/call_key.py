@@ -47,6 +47,11 @@ class Constant:
         """Whether it cannot be changed in place."""
         return isinstance(self.value, _PLAIN)
 
+    def whole(self) -> str:
+        """Return the value as text, with its type if that is no built-in one."""
+        kind, _, text = self.text.partition(":")
+        return text if kind.startswith("builtins.") else self.text
+
     def short(self) -> str:
         """Return the beginning of the value as text."""
         if isinstance(self.value, Tensor):
@@ -73,6 +78,13 @@ def _text(value: Any) -> str:
         return f"{{{', '.join(sorted(map(_text, value)))}}}"
     if isinstance(value, _PLAIN):
         return repr(value)
+    if isinstance(value, Tensor) and not value.is_meta:
+        # Without the index of its device, and without its history.
+        return f"{value.device.type} {value.detach().cpu()!r}"
+    if type(value) in (list, tuple):
+        return f"{type(value).__name__}({', '.join(map(_text, value))})"
+    if type(value) is dict:
+        return f"{{{', '.join(f'{_text(key)}: {_text(each)}' for key, each in value.items())}}}"
     # An address differs between ranks; equality of the objects themselves still decides.
     text = repr(value)
     return f"{type(value).__qualname__} object" if " at 0x" in text else text
@@ -85,8 +97,10 @@ class CallKey:
     Attributes:
         training: training mode of every module, in order.
         parameters: dtype and ``requires_grad`` of every parameter, in order.
+        buffers: shape, dtype and ``requires_grad`` of every buffer, in order.
         autocast: ``(device, dtype)`` of each active autocast.
-        leaves: shape, dtype, device and ``requires_grad`` of tensors; other leaves as constants.
+        leaves: shape, dtype, device, ``requires_grad`` and layout of tensors; other leaves as
+            constants.
         structure: pytree structure of the arguments.
         attributes: those that the user set on the model's modules and that programs depend on, see
             :class:`~sp_compiler.runtime.keys.set_attributes.SetAttributes`.
@@ -95,11 +109,13 @@ class CallKey:
         decisions: values that the forward reads from its inputs and buffers, with their lines.
 
     Grad mode is not part of it: a program is compiled with its backward, which is not recorded
-    under ``no_grad``.
+    under ``no_grad``. Neither are devices of parameters and buffers, which may get their memory
+    after they are compiled.
     """
 
     training: bytes
     parameters: tuple[tuple[torch.dtype, bool], ...]
+    buffers: tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]
     autocast: Autocast
     leaves: tuple[Any, ...]
     structure: Any
@@ -137,6 +153,7 @@ class CallKey:
         parts = (
             self.training,
             self.parameters,
+            self.buffers,
             self.autocast,
             self.leaves,
             str(self.structure),
@@ -157,6 +174,7 @@ class CallKey:
             ),
             "dtypes of parameters": str([dtype for dtype, _ in self.parameters]),
             "requires_grad of parameters": _indices(bytes(grad for _, grad in self.parameters)),
+            "buffers": str(list(map(buffer_text, self.buffers))),
             **{
                 f"attribute {'.'.join(filter(None, name))}": value.text
                 for name, value in self.attributes
@@ -177,6 +195,7 @@ class CallKey:
 def call_key(
     modules: Iterable[nn.Module],
     parameters: Iterable[Tensor],
+    buffers: Iterable[Tensor],
     leaves: Sequence[Any],
     structure: Any,
     attributes: tuple[tuple[Attribute, Constant], ...] = (),
@@ -197,6 +216,7 @@ def call_key(
     return CallKey(
         bytes([module.training for module in modules]),
         tuple(kinds),
+        tuple([(buffer.shape, buffer.dtype, buffer.requires_grad) for buffer in buffers]),
         autocast_state(),
         tuple([_leaf(leaf) for leaf in leaves]),
         structure,
@@ -206,13 +226,20 @@ def call_key(
     )
 
 
+def buffer_text(facts: tuple[tuple[int, ...], torch.dtype, bool]) -> str:
+    """Return an element of :attr:`CallKey.buffers` in words."""
+    shape, dtype, requires_grad = facts
+    return f"{dtype_name(dtype)} {tuple(shape)}{', requires grad' if requires_grad else ''}"
+
+
 def leaf_text(leaf: Any) -> str:
     """Return a leaf of :attr:`CallKey.leaves` in words."""
     if isinstance(leaf, Constant):
         return leaf.short()
-    shape, dtype, device, requires_grad = leaf
+    shape, dtype, device, requires_grad, layout = leaf
     grad = "requires grad" if requires_grad else "requires no grad"
-    return f"{dtype_name(dtype)} {tuple(shape)} on {device}, {grad}"
+    kind = "" if layout == torch.strided else f", {str(layout).removeprefix('torch.')}"
+    return f"{dtype_name(dtype)} {tuple(shape)} on {device}, {grad}{kind}"
 
 
 def _indices(flags: bytes) -> str:
@@ -223,5 +250,6 @@ def _indices(flags: bytes) -> str:
 
 def _leaf(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        return (tuple(leaf.shape), leaf.dtype, leaf.device.type, leaf.requires_grad)
+        facts = tuple(leaf.shape), leaf.dtype, leaf.device.type, leaf.requires_grad
+        return *facts, leaf.layout
     return Constant(leaf)

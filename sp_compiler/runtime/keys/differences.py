@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from sp_compiler.ir.text import dtype_name
-from sp_compiler.runtime.keys.call_key import Attribute, CallKey
+from sp_compiler.runtime.keys.call_key import Attribute, CallKey, buffer_text
 
 _MANY = 3
 
@@ -15,6 +15,7 @@ def differences(
     new: CallKey,
     modules: Iterable[str],
     parameters: Iterable[str],
+    buffers: Iterable[str],
     before: Callable[[Attribute], str],
 ) -> list[str]:
     """Return the facts of ``new`` that differ from those of ``old``, except the arguments.
@@ -24,6 +25,7 @@ def differences(
         new: key of a later one.
         modules: paths of the modules that the keys describe, in order.
         parameters: names of their parameters, in order.
+        buffers: names of their buffers, in order.
         before: returns the value, as text, that an attribute had before the user set it.
     """
     changed = []
@@ -33,6 +35,8 @@ def differences(
     # A stage of a pipeline keeps some of the parameters that the model was compiled with.
     if len(old.parameters) == len(new.parameters):
         changed += _of_parameters(list(parameters), old, new)
+    if len(old.buffers) == len(new.buffers):
+        changed += _of_buffers(buffers, old, new)
     if old.autocast != new.autocast:
         kinds = [f"{device} {dtype_name(dtype)}" for device, dtype in new.autocast]
         changed.append(f"autocast {', '.join(kinds)}" if kinds else "no autocast")
@@ -58,6 +62,12 @@ def _of_parameters(names: Sequence[str], old: CallKey, new: CallKey) -> list[str
         frozen = [name for name, _, now in pairs if not now[1]]
         changed.append(f"requires_grad of {_which(trained, frozen, 'parameter')}")
     return changed
+
+
+def _of_buffers(names: Iterable[str], old: CallKey, new: CallKey) -> list[str]:
+    pairs = zip(names, old.buffers, new.buffers, strict=True)
+    others = [f"{name} {buffer_text(now)}" for name, before, now in pairs if before != now]
+    return [f"buffer {listed(others)}"] if others else []
 
 
 def _of_attributes(old: CallKey, new: CallKey, before: Callable[[Attribute], str]) -> list[str]:

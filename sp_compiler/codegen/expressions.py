@@ -211,8 +211,10 @@ class Printer:
         return f"{self._receiver(node.args[0])}.{'contiguous' if contiguous else 'clone'}()"
 
     def _cast(self, node: Node) -> str:
-        # The device is dropped: a value is where its operand is.
-        if set(node.kwargs) <= {"dtype", *_DROPPED, "device"} and "dtype" in node.kwargs:
+        # Normalization leaves a device only where a value is moved, but the backward has others.
+        stays = node.args[0].meta["val"].device == node.meta["val"].device
+        options = {"dtype", *_DROPPED, *(["device"] if stays else [])}
+        if set(node.kwargs) <= options and "dtype" in node.kwargs:
             return f"{self._receiver(node.args[0])}.to({literal(node.kwargs['dtype'])})"
         return f"{self._function(node)}({self._arguments(node)})"
 

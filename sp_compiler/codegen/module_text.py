@@ -331,9 +331,11 @@ def _device_line(statements: Sequence[str], inputs: Sequence[Node], body: Body) 
     if not any("device=device" in line for line in statements):
         return []
     # The device of the inputs, not of the trace: the user may move the module.
-    tensors = [body.printer.names[node] for node in inputs if isinstance(node.meta["val"], Tensor)]
+    tensors = [node for node in inputs if isinstance(node.meta["val"], Tensor)]
     if tensors:
-        return [f"device = {tensors[0]}.device"]
+        # Not simply the first, which may be a scalar on the CPU beside values on a GPU.
+        elsewhere = (node for node in tensors if node.meta["val"].device.type != "cpu")
+        return [f"device = {body.printer.names[next(elsewhere, tensors[0])]}.device"]
     traced = next(node.kwargs["device"] for node in body.graph.nodes if "device" in node.kwargs)
     return [f'device = torch.device("{traced}")']
 

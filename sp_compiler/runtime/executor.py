@@ -78,10 +78,8 @@ class Executor:
         leaves_partial: bool = False,
     ) -> None:
         if compiled.world_size != tp.world_size:
-            raise ArgumentError(
-                f"the program was compiled for {compiled.world_size} ranks, "
-                f"the group has {tp.world_size}"
-            )
+            sizes = f"{compiled.world_size} ranks, the group has {tp.world_size}"
+            raise ArgumentError(f"the program was compiled for {sizes}")
         self.compiled = compiled
         self.tp = tp
         self.deferred = deferred or DeferredGradients()
@@ -120,6 +118,8 @@ class Executor:
             name: parts
             for name, each in compiled.regions.items()
             if (parts := each.partitioned).middle_backward is not parts.step_backward
+            # A backend may leave out the functions of calls that work for others.
+            and all(hasattr(compiled.codes[name], function) for function in parts.functions)
         }
         self._last_use = compiled.program.last_uses()
         refs = (ref for call in compiled.program.calls for ref in call.args if ref.kind == "seed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from sp_compiler.ir.fx import carries_gradient
 from sp_compiler.verification.judge import Numbers, Precision, Reference, unit_tangent
 from sp_compiler.verification.random_values import SPREADS, random_like
 from sp_compiler.verification.simulate import simulate_step
+from sp_compiler.verification.variants import as_it_runs
 from sp_compiler.verification.verify import Tensors
 
 # Every rank compares by itself, and must come to the same result.
@@ -33,6 +35,8 @@ def check_edited(
 ) -> None:
     """Compare outputs, new values of buffers and all gradients of both, with random parameters.
 
+    All functions run: an ordinary step may run others than a step under hooks or FSDP2.
+
     Args:
         parameters: parameters by name; only their global shapes and dtypes are used.
         inputs: flattened inputs, with their values.
@@ -41,6 +45,7 @@ def check_edited(
         ArgumentError: the edited code fails or computes another result, or the generated code
             computes NaN.
     """
+    generated, edited = _running_all(generated), _running_all(edited)
     for spread in SPREADS:
         generator = torch.Generator().manual_seed(_SEED)
         drawn = {
@@ -76,6 +81,16 @@ def check_edited(
             f"the edited code computes another result: {row.where} differs by {row.error:.1e} of "
             f"its largest value ({row.tolerance:.0e} is rounding), in {reference.precision.name}"
         )
+
+
+def _running_all(compiled: CompiledProgram) -> CompiledProgram:
+    """Return the program with calls that work alone, whose backward runs all functions of their
+    region."""
+    regions = {
+        name: replace(each, partitioned=replace(each.partitioned, ahead=None, split=None))
+        for name, each in compiled.regions.items()
+    }
+    return replace(as_it_runs(compiled), regions=regions)
 
 
 def _numbers(compiled: CompiledProgram, tensors: Tensors, precision: Precision) -> Numbers:

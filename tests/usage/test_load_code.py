@@ -17,6 +17,7 @@ from sp_compiler.compiler import build
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.options import CompileOptions
 from sp_compiler.verification.edited import check_edited
+from tests.helpers.calls_in_a_row import INPUTS, SLOW, compiled
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.users import batch, net
 
@@ -93,6 +94,19 @@ def test_a_wrong_edit_is_refused(module: Any, edit: tuple[str, str], message: st
         module.load_code(_edited(before, edit), _INPUTS)
     assert module.code == before
     assert module._sp_state.latest is latest
+
+
+@pytest.mark.parametrize("function", ["backward", "backward_ahead", "backward_rest"])
+def test_an_edit_of_a_function_that_few_steps_run_is_refused(function: str) -> None:
+    """Where layers recompute ahead, an ordinary step runs ``backward_ahead``, and ``backward_rest``
+    for the first layer; under hooks or FSDP2 it is ``backward``."""
+    with sp_compiler.emulated_group(2, hardware=SLOW):
+        module = compiled(recompute="full")
+        text = module.code
+        start = text.index(f"def {function}(tp", text.index("class Block"))
+        gradient = text.index("grad_", text.index("return (", start))
+        with pytest.raises(ArgumentError, match="computes another result"):
+            module.load_code(f"{text[:gradient]}3 * {text[gradient:]}", ((), INPUTS))
 
 
 def test_nan_proves_nothing(module: Any) -> None:

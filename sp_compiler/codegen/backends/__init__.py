@@ -7,6 +7,11 @@ waits of collectives, what is saved, and these signatures::
     forward(tp, *inputs) -> outputs, saved
     backward(tp, saved, *tangents) -> one gradient or None per input
     loss_backward(tp, saved, tangent)    # where ``partitioned.loss`` is not None
+
+``partitioned.functions`` has further graphs where consecutive calls of a region work for each other
+(:class:`~sp_compiler.ir.forward_backward.LookAhead`), or where a backward is split
+(:class:`~sp_compiler.ir.forward_backward.SplitBackward`). A backend without functions of these
+names runs each call alone; pipeline schedules that split the backward need the latter.
 """
 
 from __future__ import annotations

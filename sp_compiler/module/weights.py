@@ -167,7 +167,7 @@ def distinct(state: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
 
 @torch.no_grad()
 @_without_advice()
-def unsharded(value: Any, *, keeps: bool) -> Any:
+def kept_full(value: Any, *, keeps: bool) -> Any:
     """Return a value of a state dict, if a tensor unsharded and on the CPU; a collective call.
 
     ``keeps``: whether this rank needs it; otherwise ``None`` instead of a tensor, dropped at once:
@@ -191,5 +191,5 @@ def _full_state_dict(module: nn.Module, group: TensorParallelGroup) -> dict[str,
     state = module.state_dict(keep_vars=True)
     result = {}
     for names, value in distinct(state).items():
-        result.update(dict.fromkeys(names, unsharded(value, keeps=keeps)))
+        result.update(dict.fromkeys(names, kept_full(value, keeps=keeps)))
     return {name: result[name] for name in state} if keeps else {}

@@ -17,7 +17,7 @@ from sp_compiler.grid.initial_weights import agree_on_weights
 from sp_compiler.grid.watched_group import WatchedGroup, watched
 from sp_compiler.module.calls import weights_of
 from sp_compiler.module.state import ModuleState
-from sp_compiler.module.weights import distinct, keeps_full_state, unsharded
+from sp_compiler.module.weights import distinct, keeps_full_state, kept_full
 from sp_compiler.ops.counter import call_seed, draw_seed
 from sp_compiler.pipeline_parallel.axes import PipelineAxis
 from sp_compiler.runtime.group import broadcast, on_device
@@ -173,7 +173,7 @@ class StageRanks:
         for names, value in values.items():
             if first[names] != axis.rank:
                 continue
-            full = unsharded(value, keeps=keeps)
+            full = kept_full(value, keeps=keeps)
             if receives:
                 result.update(dict.fromkeys(names, full))
             elif isinstance(full, Tensor):

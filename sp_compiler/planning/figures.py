@@ -69,6 +69,10 @@ def save(figure: Figure, path: str | Path | None) -> None:
 
 def draw(plan: PlanData) -> Figure:
     """Draw the figure of :meth:`sp_compiler.Plan.plot`."""
+    if not plan.blocks:  # a model without operators
+        figure, (memory,) = new_figure([2.6])
+        _draw_memory(memory, plan)
+        return figure
     # The block of most layers; prologue and epilogue are called once.
     block = max(plan.blocks, key=lambda each: each.num_calls)
     call = next(call for call in plan.calls if call.block == block.name)

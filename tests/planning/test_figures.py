@@ -64,3 +64,8 @@ def test_one_rank_has_no_link_and_nothing_to_share() -> None:
     pytest.importorskip("matplotlib", reason="an optional extra")
     _, course = _plan(tp=1).plot().axes
     assert [text.get_text() for text in course.get_yticklabels()] == ["device"]
+
+
+def test_a_model_without_operators_has_only_a_course_of_memory() -> None:
+    pytest.importorskip("matplotlib", reason="an optional extra")
+    assert len(plan(nn.Identity(), _INPUTS, tp=1).plot().axes) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -67,6 +68,25 @@ def test_a_step_takes_its_planned_time(clock: Any, alone: Any, ahead: Any) -> No
         grads.append(take_gradients(module))
     assert exposed_us[1] < 0.7 * exposed_us[0]
     assert same(*grads)
+
+
+class _Three:
+    """The code of a backend that has no functions for calls that work for others."""
+
+    def __init__(self, code: Any) -> None:
+        self.forward, self.backward = code.forward, code.backward
+
+
+def test_layers_work_alone_where_a_backend_has_no_functions_for_more(ahead: Any) -> None:
+    loss_of(ahead).backward()
+    expected = take_gradients(ahead)
+    compiled = ahead._sp_state.latest
+    codes: Any = {name: _Three(code) for name, code in compiled.codes.items()}
+    module = _compiled()
+    executor = module._sp_state.executor(replace(compiled, codes=codes))
+    module._sp_state.programs = module._sp_state.programs.mapped(lambda _: executor)
+    loss_of(module).backward()
+    assert same(expected, take_gradients(module))
 
 
 def test_a_graph_runs_twice_and_in_part(clock: Any, ahead: Any) -> None:

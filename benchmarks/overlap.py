@@ -9,7 +9,7 @@ nothing. The schedule's own clock measures the exposed part, for a layer in the 
 if backwards work for other calls. ``--exact`` compares with the exact search, with one function per
 layer: the difference, or an upper bound of it if the search gives up, and the CPU time of both.
 ``--half-batches`` shows the communication that the whole step exposes, with a batch of two and with
-its halves; ``--steps`` shows times of steps, on the slowest of the links.
+its halves; ``--steps`` shows times of steps on the slowest of the links, with both backends.
 """
 
 from __future__ import annotations
@@ -331,13 +331,18 @@ def print_steps(name: str) -> None:
         cells = (step, bytes_text(memory.kept_bytes), bytes_text(memory.peak_bytes))
         print(f"| {name} | {how} | {' | '.join(cells)} |", flush=True)
 
+    def show_both(how: str, **backend: Any) -> None:
+        for policy in POLICIES[:2]:
+            program = compiled(name, hardware=device, recompute=policy, **backend)
+            show(policy + how, program)
+
     show("selective, without overlap", blocking)
-    # Without memory the model is captured as on the CPU. GPT is the one with dropout in attention.
-    on_gpu = {", attention as on a GPU": ("cpu",)} if name == "GPT" else {}
-    for suffix, devices in {"": (), **on_gpu}.items():
-        with mock.patch.object(fuse_attention, "DEVICES", devices):
-            for policy in POLICIES[:2]:
-                show(policy + suffix, compiled(name, hardware=device, recompute=policy))
+    show_both("")
+    show_both(", Inductor", backend="inductor")
+    if name == "GPT":  # the one with dropout in attention
+        # Without memory the model is captured as on the CPU.
+        with mock.patch.object(fuse_attention, "DEVICES", ("cpu",)):
+            show_both(", attention as on a GPU")
     # Of the peak's other bytes none can be saved, and in GPT's prologue are nearly as many.
     budget = selective.peak_bytes - round(0.45 * selective.kept_bytes)
     show("auto", compiled(name, hardware=device, recompute="auto", memory_budget=budget))

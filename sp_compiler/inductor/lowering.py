@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses import FakeTensorMode
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -135,6 +136,7 @@ def trace(
         graph = module.graph
         rank = graph.find_nodes(op="placeholder")[0]
         inlining.run(graph, rank, traced)
+        _copy_parts(graph, mode)
     graph.eliminate_dead_code()
     takes_rank = bool(rank.users)
     if not takes_rank:
@@ -143,6 +145,40 @@ def trace(
     module.recompile()
     arranges = [_arrangement(arguments[place]) for place in places]
     return Traced(module, mode, values, places, arranges, takes_rank, several)
+
+
+def _copy_parts(graph: Graph, mode: FakeTensorMode) -> None:
+    """Return copies of results that are parts of a value which is computed here and not returned.
+
+    Of a view Inductor keeps the order of the strides, not the strides: where it computes only the
+    part, that is dense, and kernels that take it expect the strides of the trace.
+    """
+    output = graph.output_node()
+    results = [node for node in output.args[0] if isinstance(node, Node)]
+    whole = [*graph.find_nodes(op="placeholder"), *filter(_is_dense, results)]
+    elsewhere = {_storage(node) for node in whole if isinstance(node.meta["val"], Tensor)}
+    copies: dict[Node, Node] = {}
+    for node in dict.fromkeys(results):
+        if not _is_dense(node) and _storage(node) not in elsewhere:
+            with graph.inserting_before(output), mode:
+                copies[node] = graph.call_function(_aten.clone.default, (node,))
+                copies[node].meta["val"] = node.meta["val"].clone()
+    output.args = ([copies.get(node, node) for node in output.args[0]],)
+
+
+def _is_dense(node: Node) -> bool:
+    """Return whether the elements of a result fill its memory; expanded ones count once."""
+    value = node.meta["val"]
+    if not isinstance(value, Tensor):
+        return True
+    for dim, stride in enumerate(value.stride()):
+        if stride == 0:
+            value = value.narrow(dim, 0, 1)
+    return is_non_overlapping_and_dense_or_false(value)
+
+
+def _storage(node: Node) -> int:
+    return int(node.meta["val"].untyped_storage()._cdata)
 
 
 def _decompositions() -> Mapping[Any, Callable[..., Any]]:

@@ -142,3 +142,27 @@ def test_statistics_pass_between_kernels_and_text(as_written: str) -> None:
     assert bool(changed) is bool(as_written)
     step = parity.simulate(found, program)
     assert parity.gradient_error(step.grads, found.grads) < 0.03
+
+
+def _part(tp: Communicator, x: Tensor, b: Tensor) -> Tensor:
+    return (x.transpose(1, 2) + b.unsqueeze(-2))[..., 1::2]
+
+
+def _expanded_part(tp: Communicator, x: Tensor, b: Tensor) -> Tensor:
+    return (x.transpose(1, 2) + b.unsqueeze(-2))[..., :1].expand(3, 7, 8)
+
+
+def _expanded(tp: Communicator, x: Tensor, b: Tensor) -> Tensor:
+    return (b + 1).unsqueeze(1).expand(3, 7, 8)
+
+
+@needs_compiler
+@pytest.mark.parametrize("function", [_part, _expanded_part, _expanded])
+def test_a_result_has_the_strides_that_its_users_expect(function: Any) -> None:
+    x, b = torch.randn(3, 8, 7, dtype=torch.float64), torch.randn(3, 8, dtype=torch.float64)
+    tp = Communicator(None, 0, 2)
+    kernel = fused(function, (x, b))
+    result = kernel(tp, x, b)
+    torch.testing.assert_close(result, function(tp, x, b), rtol=0, atol=1e-15)
+    assert kernel._traced is not None
+    assert result.stride() == kernel._traced.results.stride()

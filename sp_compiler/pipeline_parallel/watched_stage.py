@@ -290,7 +290,7 @@ class _MessageWait(RankWait):
         self._publish()
         if time.monotonic() - self._start <= self._timeout.total_seconds():
             return
-        waits = [self._of(rank) for rank in range(self._board.world_size)]
+        waits = [self._of(rank)[0] for rank in range(self._board.world_size)]
         purposes = [json.loads(text)[0] if text else "waits for no stage" for text in waits]
         raise RankMismatchError(
             f"rank {self._board.rank} of the {self._board.kind} {self._purpose} for "

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sp_compiler import RankFailureError, RankMismatchError
 from sp_compiler.runtime.failures import board
-from sp_compiler.runtime.failures.board import FailureBoard
+from sp_compiler.runtime.failures.board import FailureBoard, RankWait
 
 _PATIENCE = timedelta(seconds=20)
 
@@ -115,6 +115,21 @@ def test_ranks_that_come_for_the_same_of_other_modules(
         "rank 0 compares (module 0, exchange 1), rank 1 compares (module 1, exchange 1): all"
         in said
     )
+
+
+def test_a_rank_that_is_stopped_while_it_waits_is_waited_for(
+    boards: list[FailureBoard], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has published is no sign that it does not have by now what it waits for."""
+    monkeypatch.setattr(board, "_DEADLOCK_S", 0.0)
+    stopped, other = (RankWait(boards[rank], f"does {rank}", "", _PATIENCE) for rank in range(2))
+    stopped.look()
+    for _ in range(5):
+        other.look()
+    for _ in range(2):
+        stopped.look()
+    with pytest.raises(RankMismatchError, match=r"wait for each other, rank 0 does 0, rank 1 does"):
+        other.look()
 
 
 def test_a_broken_connection_is_said_without_the_wishes_of_gloo() -> None:

@@ -245,9 +245,10 @@ class RankWait:
         self._place = place
         self._timeout = timeout
         self._start = time.monotonic()
-        self._published = False
+        self._num_looks = 0
         self._stuck: list[str] = []
         self._stuck_since = 0.0
+        self._stuck_looks: list[int] = []
 
     def look(self) -> None:
         """Raise an error if this wait cannot succeed.
@@ -259,12 +260,16 @@ class RankWait:
         board, now = self._board, time.monotonic()
         board.raise_if_failed()
         self._publish()
-        purposes = [self._of(rank) for rank in range(board.world_size)]
+        published = [self._of(rank) for rank in range(board.world_size)]
+        purposes, looks = [purpose for purpose, _ in published], [number for _, number in published]
         # As long as one rank runs, all others may still continue.
         stuck = purposes if all(purposes) and len(set(purposes)) > 1 else []
         if stuck != self._stuck:
-            self._stuck, self._stuck_since = stuck, now
-        if stuck and now - self._stuck_since > _DEADLOCK_S:
+            self._stuck, self._stuck_since, self._stuck_looks = stuck, now, looks
+        # A rank that was stopped, by a debugger or with its machine, may find what it waits for as
+        # soon as it runs again: each must have looked, from start to end, and still wait.
+        still = all(new > old + 1 for new, old in zip(looks, self._stuck_looks, strict=False))
+        if stuck and still and now - self._stuck_since > _DEADLOCK_S:
             waits = [f"rank {rank} {text}" for rank, text in enumerate(_told_apart(stuck))]
             raise RankMismatchError(
                 f"the ranks wait for each other, {', '.join(waits)}: all ranks of a {board.kind} "
@@ -285,20 +290,22 @@ class RankWait:
 
     def close(self) -> None:
         """Withdraw this rank's published wait, if there is one."""
-        if self._published:
+        if self._num_looks:
             with contextlib.suppress(RuntimeError):  # the store may be gone, with its process
                 self._board.store.set(_waits(self._board.rank), "")
 
     def _publish(self) -> None:
-        if not self._published:
-            self._published = True
-            self._board.store.set(_waits(self._board.rank), self._own)
+        self._num_looks += 1
+        published = json.dumps([self._own, self._num_looks])
+        self._board.store.set(_waits(self._board.rank), published)
 
-    def _of(self, rank: int) -> str:
-        """Return the wait of ``rank``; empty while it runs."""
+    def _of(self, rank: int) -> tuple[str, int]:
+        """Return the wait of ``rank``, empty while it runs, and how often it has looked."""
         key = _waits(rank)
         store = self._board.store
-        return store.get(key).decode() if store.check([key]) else ""
+        published = store.get(key).decode() if store.check([key]) else ""
+        own, num_looks = json.loads(published) if published else ("", 0)
+        return own, num_looks
 
 
 def _told_apart(waits: list[str]) -> list[str]:

@@ -33,7 +33,7 @@ from sp_compiler.compiler import build
 from sp_compiler.cost.hardware import Hardware, Link, hardware_of
 from sp_compiler.cost.memory import backward_peak_bytes
 from sp_compiler.cost.node_cost import collectives_us, compute_us, elapsed_us, node_collectives
-from sp_compiler.cost.step_memory import step_memory
+from sp_compiler.cost.step_memory import StepMemory, step_memory
 from sp_compiler.cost.step_timeline import FunctionRun, StepTimeline
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.forward_backward import PartitionedRegion
@@ -322,30 +322,28 @@ def print_steps(name: str) -> None:
     parts = block_of(compiled(name, recompute="none", overlap=False)).partitioned
     assert parts.backward is not None
     device = with_communication(SHARES[-1], [parts.forward, parts.backward])
-    blocking = compiled(name, hardware=device, recompute="selective", overlap=False)
-    selective = step_memory(blocking)
 
-    def show(how: str, program: PlannedProgram) -> None:
+    def show(how: str, **options: Any) -> StepMemory:
+        program = compiled(name, hardware=device, **options)
         memory = step_memory(program)
-        step = f"{program.plan.step_us / 1000:.2f} ms"
-        cells = (step, bytes_text(memory.kept_bytes), bytes_text(memory.peak_bytes))
-        print(f"| {name} | {how} | {' | '.join(cells)} |", flush=True)
+        step, sizes = (
+            f"{program.plan.step_us / 1000:.2f} ms",
+            (memory.kept_bytes, memory.peak_bytes),
+        )
+        print(f"| {name} | {how} | {step} | {' | '.join(map(bytes_text, sizes))} |", flush=True)
+        return memory
 
-    def show_both(how: str, **backend: Any) -> None:
-        for policy in POLICIES[:2]:
-            program = compiled(name, hardware=device, recompute=policy, **backend)
-            show(policy + how, program)
-
-    show("selective, without overlap", blocking)
-    show_both("")
-    show_both(", Inductor", backend="inductor")
-    if name == "GPT":  # the one with dropout in attention
-        # Without memory the model is captured as on the CPU.
-        with mock.patch.object(fuse_attention, "DEVICES", ("cpu",)):
-            show_both(", attention as on a GPU")
+    selective = show("selective, without overlap", recompute="selective", overlap=False)
+    # Without memory the model is captured as on the CPU. GPT is the one with dropout in attention.
+    ways = [("", "eager", ()), (", Inductor", "inductor", ())]
+    on_gpu = [(", attention as on a GPU", "eager", ("cpu",))] if name == "GPT" else []
+    for how, backend, devices in (*ways, *on_gpu):
+        with mock.patch.object(fuse_attention, "DEVICES", devices):
+            for policy in POLICIES[:2]:
+                show(policy + how, recompute=policy, backend=backend)
     # Of the peak's other bytes none can be saved, and in GPT's prologue are nearly as many.
     budget = selective.peak_bytes - round(0.45 * selective.kept_bytes)
-    show("auto", compiled(name, hardware=device, recompute="auto", memory_budget=budget))
+    show("auto", recompute="auto", memory_budget=budget)
 
 
 def _hidden_text(row: Row) -> str:

@@ -317,8 +317,7 @@ def _is_split(program: PlannedProgram) -> bool:
 
 
 def print_steps(name: str) -> None:
-    """Print a line for each policy, and one for a budget of little more than half of what
-    "selective" keeps, beside the rest of its peak."""
+    """Print a line for each policy, and for a budget of about half of what "selective" keeps."""
     parts = block_of(compiled(name, recompute="none", overlap=False)).partitioned
     assert parts.backward is not None
     device = with_communication(SHARES[-1], [parts.forward, parts.backward])
@@ -326,11 +325,9 @@ def print_steps(name: str) -> None:
     def show(how: str, **options: Any) -> StepMemory:
         program = compiled(name, hardware=device, **options)
         memory = step_memory(program)
-        step, sizes = (
-            f"{program.plan.step_us / 1000:.2f} ms",
-            (memory.kept_bytes, memory.peak_bytes),
-        )
-        print(f"| {name} | {how} | {step} | {' | '.join(map(bytes_text, sizes))} |", flush=True)
+        sizes = bytes_text(memory.kept_bytes), bytes_text(memory.peak_bytes)
+        cells = name, how, f"{program.plan.step_us / 1000:.2f} ms", *sizes
+        print(f"| {' | '.join(cells)} |", flush=True)
         return memory
 
     selective = show("selective, without overlap", recompute="selective", overlap=False)

@@ -21,8 +21,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_arg
 
+from sp_compiler.base.pass_report import Pass
 from sp_compiler.inductor.inlining import Inlining, with_nodes
 from sp_compiler.inductor.shortcuts import shortcuts
+from sp_compiler.ir.rewriting import make_call
 from sp_compiler.ir.symbolic import example_number
 from sp_compiler.ops.communicator import Communicator
 
@@ -136,7 +138,7 @@ def trace(
         graph = module.graph
         rank = graph.find_nodes(op="placeholder")[0]
         inlining.run(graph, rank, traced)
-        _copy_parts(graph, mode)
+        _copy_parts(graph)
     graph.eliminate_dead_code()
     takes_rank = bool(rank.users)
     if not takes_rank:
@@ -147,7 +149,7 @@ def trace(
     return Traced(module, mode, values, places, arranges, takes_rank, several)
 
 
-def _copy_parts(graph: Graph, mode: FakeTensorMode) -> None:
+def _copy_parts(graph: Graph) -> None:
     """Return copies of results that are parts of a value which is computed here and not returned.
 
     Of a view Inductor keeps the order of the strides, not the strides: where it computes only the
@@ -160,9 +162,9 @@ def _copy_parts(graph: Graph, mode: FakeTensorMode) -> None:
     copies: dict[Node, Node] = {}
     for node in dict.fromkeys(results):
         if not _is_dense(node) and _storage(node) not in elsewhere:
-            with graph.inserting_before(output), mode:
-                copies[node] = graph.call_function(_aten.clone.default, (node,))
-                copies[node].meta["val"] = node.meta["val"].clone()
+            with graph.inserting_before(output):
+                clone = _aten.clone.default
+                copies[node] = make_call(graph, clone, (node,), like=node, origin=Pass.CODEGEN)
     output.args = ([copies.get(node, node) for node in output.args[0]],)
 
 

@@ -127,7 +127,7 @@ def _draw_memory(axes: Axes, plan: PlanData) -> None:
     if limit is not None:
         draw_limit(axes, limit, scale)
         top = max(top, limit / scale)
-    axes.set(xlim=(0, count), ylim=(0, 1.16 * top), ylabel=unit, xticks=[])
+    axes.set(xlim=(0, count), ylim=(0, 1.16 * top or 1.0), ylabel=unit, xticks=[])
     axes.set_xlabel("calls of blocks, forward and backward")
     axes.set_title("Memory of a rank in a step", loc="left")
     axes.legend(**BESIDE)

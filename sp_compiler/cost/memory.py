@@ -79,7 +79,7 @@ def _function_peak(graph: Graph, ignored: Iterable[Node] = ()) -> int:
             live += sum(owned_bytes(made) for made in made_storages(node) if made not in skipped)
             live += after_bytes
         elif is_wait(node):
-            peak = max(peak, live + call_scratch_bytes(node)[0])
+            peak = max(peak, live + arrival_bytes(node.all_input_nodes[0]))
             live -= in_flight_bytes(node.all_input_nodes[0])
         # After the call: its operands live while it runs.
         live -= sum(owned_bytes(storage) for storage in dying.get(position, ()))

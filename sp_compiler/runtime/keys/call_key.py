@@ -250,6 +250,5 @@ def _indices(flags: bytes) -> str:
 
 def _leaf(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        facts = tuple(leaf.shape), leaf.dtype, leaf.device.type, leaf.requires_grad
-        return *facts, leaf.layout
+        return tuple(leaf.shape), leaf.dtype, leaf.device.type, leaf.requires_grad, leaf.layout
     return Constant(leaf)

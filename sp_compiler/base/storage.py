@@ -49,7 +49,7 @@ def guarded(results: Sequence[Any]) -> list[Any]:
 
 
 def sharing_elements(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return those of ``tensors`` that share an element with another one."""
+    """Return those of ``tensors`` that share an element with another one, or are given twice."""
     by_storage: dict[int, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         if tensor.layout == torch.strided:
@@ -57,8 +57,8 @@ def sharing_elements(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [
         tensor
         for group in by_storage.values()
-        for tensor in group
-        if any(other is not tensor and share_elements(tensor, other) for other in group)
+        for index, tensor in enumerate(group)
+        if any(share_elements(tensor, other) for other in group[:index] + group[index + 1 :])
     ]
 
 

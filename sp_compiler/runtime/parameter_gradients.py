@@ -123,6 +123,16 @@ def _over_tp(spec: DTensorSpec) -> bool:
     return spec.mesh.mesh_dim_names is None or spec.mesh.mesh_dim_names[-1] == TENSOR_AXIS
 
 
+def is_only_added(parameter: Tensor, grad: Tensor) -> bool:
+    """Return whether autograd adds ``grad`` to the parameter's as it is: it calls no hooks, and
+    converts nothing."""
+    return not (
+        parameter._backward_hooks
+        or parameter._post_accumulate_grad_hooks
+        or parameter.grad_dtype != grad.dtype
+    )
+
+
 def fills_grad(node: Any) -> bool | None:
     """Return whether this backward fills ``grad`` of the leaf of ``node``.
 
@@ -229,7 +239,7 @@ def _accumulated(node: Any, grad: DTensor, backward: int) -> bool:
     parameter = node.variable
     if not parameter.requires_grad:  # frozen since the forward
         return False
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+    if not is_only_added(parameter, grad):
         return False
     present = parameter.grad
     # A partial sum of one region, a full one of another: autograd lets DTensor convert one.
@@ -237,7 +247,7 @@ def _accumulated(node: Any, grad: DTensor, backward: int) -> bool:
         getattr(present, _BACKWARD, None) != backward or present.placements != grad.placements
     ):
         return False
-    if parameter.grad_dtype != grad.dtype or not fills_grad(node):  # autograd converts
+    if not fills_grad(node):
         return False
     if present is None:
         setattr(grad, _BACKWARD, backward)

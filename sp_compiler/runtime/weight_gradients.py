@@ -21,9 +21,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from sp_compiler.base.autocast import with_captured_casts
+from sp_compiler.base.storage import sharing_elements
 from sp_compiler.runtime.parameter_gradients import (
     CompiledFunction,
     deliver,
+    is_only_added,
     local_tensor,
     opaque,
     parameter_edges,
@@ -71,7 +73,10 @@ class WeightGradients:
         self._waiting: list[tuple[_Compute, Sequence[WeightTarget]]] = []
 
     def put(self, compute: _Compute, targets: Sequence[WeightTarget]) -> None:
-        """Add ``compute``, which returns one gradient per input of a region, to run later."""
+        """Add ``compute``, which returns one gradient per input of a region, to run later.
+
+        Those of ``targets`` share no elements with other tensors.
+        """
         self._waiting.append((compute, targets))
 
     def take(self) -> Callable[[], None]:
@@ -90,15 +95,11 @@ class WeightGradients:
                 compute, targets = waiting.pop(0)  # its tensors are freed as soon as it has run
                 with torch.no_grad():
                     grads = compute()
-                # Gradients of fused linears share a storage, and autograd changes ``grad`` in
-                # place.
-                owners = Counter(_storage(grad) for grad in grads if grad is not None)
                 for target in targets:
                     key, grad = target.key, grads[target.index]
                     uses[key] -= 1
                     if grad is not None and target.parameter.requires_grad:
-                        own = grad.clone() if owners[_storage(grad)] > 1 else grad
-                        sums[key] = sums[key] + own if key in sums else own
+                        sums[key] = sums[key] + grad if key in sums else grad
                     if not uses[key] and key in sums:
                         self._add(target, sums.pop(key))
 
@@ -153,7 +154,11 @@ class DelayedRunner(RegionRunner):
                 gradients[index] = self.without_padding(index, gradients[index])
             for index in unreached:
                 gradients[index] = None
-            return gradients
+            # Later gradients are added to a parameter's first one in place, maybe while another
+            # stage still receives the gradient of an activation.
+            given = [x for x in (*rest, *gradients) if isinstance(x, Tensor)]
+            shared = set(map(id, sharing_elements(given)))
+            return [x.clone() if id(x) in shared else x for x in gradients]
 
         self.weights.put(compute, self.targets)
         gradients = [None if index in unreached else grad for index, grad in enumerate(results)]
@@ -333,14 +338,13 @@ def _number_of(node: Any) -> int | None:
 def accumulate(parameter: Tensor, local: Tensor, *, is_partial: bool = False) -> None:
     """Add ``local``, this rank's part of a gradient, to ``parameter.grad``, hooks included.
 
-    It may be a partial sum over "tp".
+    It may be a partial sum over "tp". If it is the first, ``grad`` may be this very tensor.
     """
     grad = local.contiguous()
     if isinstance(parameter, DTensor):
         spec = partial_spec(parameter._spec) if is_partial else parameter._spec
         grad = DTensor(grad, spec, requires_grad=False)
-    torch.autograd.backward([parameter], [grad])
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    if parameter.grad is None and is_only_added(parameter, grad):
+        parameter.grad = grad  # autograd would copy it, because it has another holder: this
+    else:
+        torch.autograd.backward([parameter], [grad])

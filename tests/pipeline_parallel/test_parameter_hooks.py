@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import sp_compiler
 from tests.helpers import grids
@@ -121,3 +124,63 @@ def _gradients() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 def test_gradients_of_a_tied_parameter_are_added_up_by_what_is_still_to_be_reduced() -> None:
     for delayed, true in run_rehearsed(2, _gradients):
         torch.testing.assert_close(delayed, true)
+
+
+class _TwoBiases(nn.Module):
+    """Two parameters whose gradients are one tensor, that of the activation they are added to, and
+    two projections, whose gradients are parts of one product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.zeros(1, 8, 16)) for _ in range(2))
+        self.query, self.key = (nn.Linear(16, 16, bias=False) for _ in range(2))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = hidden + self.first + self.second
+        return self.query(hidden).sigmoid() * self.key(hidden)
+
+
+class _Summed(nn.Module):
+    def __init__(self, layers: nn.ModuleList) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden.sum()
+
+
+class _Copies(TorchDispatchMode):
+    """Counts the copies of tensors, by shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: Counter[tuple[int, ...]] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in (torch.ops.aten.clone.default, torch.ops.aten.copy_.default):
+            self.shapes[tuple(args[0].shape)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_delayed_gradient_is_copied_only_if_another_tensor_has_its_elements() -> None:
+    model = _Summed(nn.ModuleList(_TwoBiases() for _ in range(2)))
+    eager, hidden = copy.deepcopy(model), torch.randn(_MICROBATCHES, 8, 16)
+    with fake_group(1):
+        pipeline = sp_compiler.pipeline(
+            model,
+            mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=("pp", "tp")),
+            example_inputs=((hidden,), {}),
+            microbatches=_MICROBATCHES,
+            schedule="zero_bubble",
+        )
+        with _Copies() as copies:
+            pipeline.step(hidden)
+        grads = {name: grids.whole(value.grad) for name, value in pipeline.named_parameters()}
+    (eager(hidden) / _MICROBATCHES).backward()
+    torch.testing.assert_close(grads, {name: p.grad for name, p in eager.named_parameters()})
+    assert copies.shapes[1, 8, 16]  # the biases
+    assert not copies.shapes[16, 16]

@@ -176,7 +176,7 @@ def pipeline(  # noqa: PLR0913 - all by keyword, each described below
             data parallelism any of "dp_replicate", "dp_shard" and "ep", which divides experts:
             ranks along these get different batches (see :func:`sp_compiler.data_shard`).
         example_inputs: (args, kwargs) of one batch of this rank, which is split into microbatches
-            along its first dim.
+            along the first dim of the first tensor in the order of forward's parameters.
         microbatches: number of microbatches per step.
         schedule: ``"1f1b"`` (arXiv 2104.04473, section 2.2.1), ``"gpipe"``, ``"interleaved"``
             (section 2.2.2), ``"zero_bubble"`` (ZB1P of arXiv 2401.10241, several stages per rank

@@ -21,6 +21,7 @@ from sp_compiler.ir.program import Program, Ref
 from sp_compiler.module.outputs import user_output
 from sp_compiler.pipeline_parallel.stage_program import loss_of, returned_refs
 from sp_compiler.runtime.group import TensorParallelGroup
+from sp_compiler.trace.arguments import bound_call
 
 
 def check_weigh(weigh: Any) -> None:
@@ -32,35 +33,45 @@ def check_weigh(weigh: Any) -> None:
         )
 
 
-def rows_of(leaves: Sequence[Any]) -> int:
-    """Return the batch size of flattened inputs: the first dim of the first tensor."""
-    return next(leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim())
+def batch_size(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Return the first dim of the first tensor of a call, in the order of forward's parameters.
+
+    Flattened inputs have another order: keyword arguments are sorted by name there.
+
+    Raises:
+        ArgumentError: there is no tensor, or ``forward`` does not take these arguments.
+    """
+    arguments = bound_call(forward, args, kwargs, "the batch").arguments
+    leaves = pytree.tree_leaves(list(arguments.values()))
+    sizes = (leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim())
+    size = next(sizes, None)
+    if size is None:
+        raise ArgumentError(
+            "no input is a tensor with a batch dim, to be cut into microbatches: pass the batch as "
+            "dim 0 of an input"
+        )
+    return int(size)
 
 
 def microbatches_of(
-    leaves: Sequence[Any], names: Callable[[], Sequence[str]], count: int
+    leaves: Sequence[Any], names: Callable[[], Sequence[str]], batch: int, count: int
 ) -> list[list[Any]]:
     """Split the flattened inputs of a batch into ``count`` equal parts along the first dim.
 
-    The batch is the first dim of the first tensor. Tensors with another first dim (one row of
-    position ids), and other leaves, belong to every microbatch.
+    Tensors with another first dim than ``batch`` (one row of position ids), and other leaves,
+    belong to every microbatch.
 
     Args:
         leaves: leaves from :func:`sp_compiler.trace.export.flatten_inputs`.
         names: returns the names of the leaves; called only for an error.
+        batch: see :func:`batch_size`.
         count: number of microbatches.
 
     Raises:
-        ArgumentError: no tensor, or a batch that is not divisible by ``count``.
+        ArgumentError: ``count`` does not divide the batch.
         UnsupportedError: an input requires a gradient.
     """
     sizes = [leaf.shape[0] if isinstance(leaf, Tensor) and leaf.dim() else None for leaf in leaves]
-    batch = next((size for size in sizes if size is not None), None)
-    if batch is None:
-        raise ArgumentError(
-            f"no input is a tensor with a batch dim, to be cut into microbatches={count}: pass the "
-            "batch as dim 0 of an input"
-        )
     # Not padded: padding rows would count in a mean over tokens.
     if batch % count or not batch:
         first = names()[sizes.index(batch)]
@@ -114,6 +125,7 @@ def joined_outputs(
     outputs: Mapping[int, Sequence[Tensor]],
     weights: Sequence[Tensor | float],
     inputs: Sequence[Sequence[Any]],
+    rows: int,
 ) -> Mapping[Ref, Tensor]:
     """Return the outputs of a batch by their source; empty where no microbatch has outputs.
 
@@ -125,13 +137,14 @@ def joined_outputs(
         outputs: by microbatch, the values of :func:`returned_refs`; on the last stage.
         weights: weight of each microbatch.
         inputs: flattened inputs of each microbatch.
+        rows: number of rows of each microbatch.
 
     Raises:
         UnsupportedError: see :func:`joined`.
     """
     if not outputs:
         return {}
-    lengths = batch_lengths(inputs[0])
+    lengths = batch_lengths(inputs[0], rows)
     result: dict[Ref, Tensor] = {}
     for position, ref in enumerate(returned_refs(compiled.program)):
         parts = [
@@ -145,11 +158,10 @@ def joined_outputs(
     return result
 
 
-def batch_lengths(leaves: Sequence[Any]) -> list[int]:
+def batch_lengths(leaves: Sequence[Any], rows: int) -> list[int]:
     """Return the lengths that a dim over the batch may have, for the flattened inputs of a
     microbatch: its number of rows first, then that of its tokens, which is the rows times the
     second dim of an input."""
-    rows = rows_of(leaves)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 1]
     return [rows, *sorted({rows * leaf.shape[1] for leaf in tensors if leaf.shape[0] == rows})]
 

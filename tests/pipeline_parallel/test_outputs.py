@@ -158,7 +158,7 @@ def _full_logits() -> None:
 
 def test_outputs_are_joined_along_the_batch_or_its_tokens() -> None:
     ids, positions = torch.zeros(2, 7, dtype=torch.long), torch.zeros(1, 5)
-    lengths = batch_lengths([0.5, ids, positions])
+    lengths = batch_lengths([0.5, ids, positions], 2)
     assert lengths == [2, 14]
     halves = [0.5, 0.5]
     assert joined([torch.ones(2, 3), torch.zeros(2, 3)], halves, lengths).shape == (4, 3)

@@ -18,7 +18,6 @@ from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.options import CompileOptions
 from sp_compiler.pipeline_parallel.cutting import check_layers
-from sp_compiler.pipeline_parallel.microbatches import microbatches_of
 from sp_compiler.pipeline_parallel.schedules import SCHEDULES, schedule_of
 from sp_compiler.pipeline_parallel.stage_parameters import StageParameters
 from sp_compiler.pipeline_parallel.stage_program import chain_of, loss_of, stages_of
@@ -259,24 +258,6 @@ def test_too_many_stages_are_refused_before_the_capture(monkeypatch: pytest.Monk
         sp_compiler.plan(
             model, inputs, mesh="1x3", microbatches=3, schedule="interleaved", stages_per_rank=2
         )
-
-
-def test_microbatches() -> None:
-    ids, position = torch.arange(12).reshape(4, 3), torch.arange(3)[None]
-    first, second = microbatches_of([ids, position, 7], lambda: ["ids", "position", "n"], 2)
-    assert torch.equal(first[0], ids[:2])
-    assert torch.equal(second[0], ids[2:])
-    assert first[1] is second[1] is position
-    assert first[2] == second[2] == 7
-    # The batch is that of the first tensor, whatever stands in front of it.
-    first, second = microbatches_of([7, ids], lambda: ["n", "ids"], 2)
-    assert first[1].shape[0] == second[1].shape[0] == 2
-    with pytest.raises(ArgumentError, match="ids has a batch of 4, which microbatches=3"):
-        microbatches_of([ids], lambda: ["ids"], 3)
-    with pytest.raises(ArgumentError, match=r"no input is a tensor with a batch.*=2: pass"):
-        microbatches_of([7], lambda: ["n"], 2)
-    with pytest.raises(UnsupportedError, match="x requires a gradient"):
-        microbatches_of([torch.zeros(4, requires_grad=True)], lambda: ["x"], 2)
 
 
 @pytest.mark.parametrize(

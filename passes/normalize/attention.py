@@ -18,7 +18,7 @@ from sp_compiler.base.units import bytes_text
 from sp_compiler.ir.captured import Captured
 from sp_compiler.ir.fx import ancestors, arguments, calls, is_getitem, shape_of
 from sp_compiler.ir.op_traits import draws, is_tagged_pointwise
-from sp_compiler.ir.rewriting import insert_call, replace_with
+from sp_compiler.ir.rewriting import inherit, insert_call, replace_with
 from sp_compiler.ir.symbolic import Binding, evaluate
 
 _ORIGIN = Pass.NORMALIZE
@@ -236,6 +236,7 @@ def explicit_attention(graph: Graph) -> None:
     dropout, a fused kernel would draw the mask from torch's generator instead of the seed.
     """
     triangles: dict[str, Node] = {}
+    biases: dict[Node, tuple[Node, Node]] = {}
     for node in calls(graph, _sdpa):
         bound = arguments(node)
         if bound["dropout_p"] == 0:
@@ -247,14 +248,12 @@ def explicit_attention(graph: Graph) -> None:
         scale = bound["scale"]
         if scale is None:
             scale = 1 / math.sqrt(shape_of(query)[-1])
-        key = insert_call(node, _aten.transpose.int, (key, -2, -1), origin=_ORIGIN)
-        scores = insert_call(
-            node, _aten.matmul.default, (query, key), origin=_ORIGIN, name="scores"
-        )
-        scores = insert_call(node, _aten.mul.Tensor, (scores, scale), origin=_ORIGIN, name="scores")
-        mask = bound["attn_mask"]
+        scores = _scores(node, query, key, scale)
+        mask, without_keys = bound["attn_mask"], None
         if bound["is_causal"]:
             mask = _triangle(graph, shape_of(scores)[-2:], triangles)  # type: ignore[arg-type]
+        elif mask is not None and mask.meta["val"].dtype is not torch.bool:
+            mask, without_keys = _finite_rows(mask, biases)
         probabilities = _masked_softmax(node, scores, mask, causal=bound["is_causal"])
         args = (probabilities, bound["dropout_p"], True)
         dropped = insert_call(node, _aten.native_dropout.default, args, origin=_ORIGIN)
@@ -262,7 +261,24 @@ def explicit_attention(graph: Graph) -> None:
         context = insert_call(
             node, _aten.matmul.default, (dropped, value), origin=_ORIGIN, name="context"
         )
+        if without_keys is not None:
+            args = (without_keys, 0.0, context)
+            context = insert_call(node, _aten.where.ScalarSelf, args, origin=_ORIGIN)
         replace_with(node, context)
+
+
+def _scores(node: Node, query: Node, key: Node, scale: float) -> Node:
+    """Return ``query @ key^T * scale``."""
+    # The scores themselves may be beyond the largest number of float16.
+    first = query.meta["val"].dtype is torch.float16
+    if first:
+        query = insert_call(node, _aten.mul.Tensor, (query, scale), origin=_ORIGIN)
+    key = insert_call(node, _aten.transpose.int, (key, -2, -1), origin=_ORIGIN)
+    args = (query, key)
+    scores = insert_call(node, _aten.matmul.default, args, origin=_ORIGIN, name="scores")
+    if first:
+        return scores
+    return insert_call(node, _aten.mul.Tensor, (scores, scale), origin=_ORIGIN, name="scores")
 
 
 def _repeat_heads(node: Node, x: Node, num_heads: int) -> Node:
@@ -278,7 +294,8 @@ def _repeat_heads(node: Node, x: Node, num_heads: int) -> Node:
 
 
 def _masked_softmax(node: Node, scores: Node, mask: Node | None, *, causal: bool) -> Node:
-    """Return probabilities; a completely masked row is zero, as in fused attention."""
+    """Return probabilities; a row that a bool mask forbids entirely is zero, as in fused
+    attention."""
     is_bool = mask is not None and mask.meta["val"].dtype is torch.bool
     if is_bool:
         # A causal row always sees itself; a given mask may forbid an entire row, and the softmax of
@@ -295,13 +312,33 @@ def _masked_softmax(node: Node, scores: Node, mask: Node | None, *, causal: bool
     return probabilities
 
 
+def _finite_rows(bias: Node, known: dict[Node, tuple[Node, Node]]) -> tuple[Node, Node]:
+    """Return ``bias`` without -inf where it forbids an entire row of keys, and these rows.
+
+    The softmax of such a row is NaN, while the context of fused attention is zero. Computed once
+    for all layers, next to the bias: with its leading dim of heads it is small beside the scores.
+    """
+    if bias not in known:
+        after = _first_call(bias.graph) if bias.op == "placeholder" else bias.next
+        hidden = insert_call(after, _aten.eq.Scalar, (bias, -math.inf), origin=_ORIGIN)
+        args: tuple[Any, ...] = (hidden, -1, True)
+        rows = insert_call(after, _aten.all.dim, args, origin=_ORIGIN, name="without_keys")
+        args = (rows, 0.0, bias)
+        finite = insert_call(after, _aten.where.ScalarSelf, args, origin=_ORIGIN)
+        for node in (hidden, rows, finite):
+            _leave_layer(node)
+            inherit(node, bias)
+        known[bias] = finite, rows
+    return known[bias]
+
+
 def _triangle(graph: Graph, size: tuple[int, int], known: dict[str, Node]) -> Node:
     """Return the causal mask (queries, keys), computed once at the start of the graph for all
     layers."""
     # As text: open sizes have no hash.
     if str(size) in known:
         return known[str(size)]
-    first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
+    first = _first_call(graph)
     device = next(
         value.device
         for node in graph.find_nodes(op="placeholder")
@@ -310,9 +347,17 @@ def _triangle(graph: Graph, size: tuple[int, int], known: dict[str, Node]) -> No
     options = {"dtype": torch.bool, "device": device}
     ones = insert_call(first, _aten.ones.default, (list(size),), options, origin=_ORIGIN)
     mask = insert_call(first, _aten.tril.default, (ones,), origin=_ORIGIN, name="causal_mask")
-    # It belongs to no layer, or outlining would make it an output of the first one.
     for node in (ones, mask):
-        node.meta.pop("nn_module_stack", None)
-        node.meta.pop("stack_trace", None)
+        _leave_layer(node)
     known[str(size)] = mask
     return mask
+
+
+def _leave_layer(node: Node) -> None:
+    """Make ``node`` belong to no layer: outlining would make it an output of the first one."""
+    node.meta.pop("nn_module_stack", None)
+    node.meta.pop("stack_trace", None)
+
+
+def _first_call(graph: Graph) -> Node:
+    return next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))

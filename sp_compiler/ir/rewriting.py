@@ -194,7 +194,7 @@ def erase_dead(graph: Graph) -> int:
 
 
 def inherit(node: Node, like: Node) -> None:
-    """Give ``node``, created by another tracer, the module and source line of ``like``."""
+    """Give ``node``, created by another tracer or for ``like``, its module and source line."""
     # Only these: the other tracer has recorded the value.
     keys = ("nn_module_stack", "stack_trace")
     node.meta.update({key: like.meta[key] for key in keys if key in like.meta})

@@ -35,6 +35,9 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "scale": {"scale": 0.7},
     "bool": {"attn_mask": _bool_mask(6, 6)},
     "float": {"attn_mask": randn(2, 1, 6, 6)},
+    "float, a row forbidden": {
+        "attn_mask": randn(2, 1, 6, 6, grad=True).masked_fill(~_bool_mask(6, 6), -math.inf)
+    },
     "grouped": {"enable_gqa": True, "is_causal": True},
 }
 
@@ -67,6 +70,43 @@ def test_explicit_attention_computes_what_the_fused_one_does(case: str) -> None:
     wanted = torch.autograd.grad(expected, tensors, gradient)
     got = torch.autograd.grad(result, tensors, gradient)
     torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_scores_beyond_the_largest_number_of_float16() -> None:
+    def attention(query: Tensor, key: Tensor, value: Tensor, p: float = 1e-7) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, dropout_p=p)
+
+    # 64 x 40 x 40 is beyond 65504, an eighth of it is not.
+    tensors = [torch.full((1, 2, 6, 64), 40.0), torch.full((1, 2, 6, 64), 40.0)]
+    tensors[1][:, :, 3:] = -40.0
+    args = [*(x.half().requires_grad_() for x in tensors), randn(1, 2, 6, 64, grad=True).half()]
+    captured = normalized(attention, *args)
+    (result,) = outputs(captured, *args)
+    expected = attention(*args, p=0.0)
+    torch.testing.assert_close(result, expected, rtol=1e-3, atol=1e-3)
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(result.sum(), args[:2]))
+
+
+def test_a_bias_is_examined_once_for_all_layers_outside_of_them() -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(x, x, x, bias, 0.5)
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(Layer() for _ in range(2))
+
+        def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x, bias)
+            return x
+
+    captured = capture(Model(), (randn(2, 3, 6, 4), randn(6, 6)), {})
+    normalize(captured)
+    (rows,) = calls(captured.module.graph, aten.all.dim)
+    assert len(rows.users) == 3  # the bias without them, and the context of each layer
+    assert "nn_module_stack" not in rows.meta
 
 
 def _with_mask(make: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

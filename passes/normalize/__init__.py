@@ -2,7 +2,8 @@
 
 Afterwards these hold:
 
-- no aliases, copies or asserts; a cast is ``_to_copy(x, dtype=...)``;
+- no aliases, copies or asserts; ``captured.copied`` has the outputs that have to be copied; a cast
+  is ``_to_copy(x, dtype=...)``;
 - every view is ``reshape`` with explicit sizes; splits are ``split_with_sizes``;
 - dims are negative, so that a token-wise operator stays valid when leading dims are flattened;
 - an activation function that a model writes out by hand is one operator;
@@ -19,8 +20,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
-from typing import Literal
+from collections import Counter
+from collections.abc import Collection, Sequence
+from typing import Any, Literal
 
 import torch
 from torch.fx import Graph, Node
@@ -29,7 +31,7 @@ from sp_compiler.base.pass_report import Pass
 from sp_compiler.base.provenance import ModuleCall, layer_of
 from sp_compiler.ir.captured import Captured
 from sp_compiler.ir.fx import arguments, calls, is_call, shape_of
-from sp_compiler.ir.op_traits import CAPTURED_RESHAPES, is_tagged_pointwise
+from sp_compiler.ir.op_traits import CAPTURED_RESHAPES, is_tagged_pointwise, is_view
 from sp_compiler.ir.rewriting import (
     erase_dead,
     insert_call,
@@ -93,7 +95,7 @@ def normalize(
     split_composites(graph, known=_REWRITTEN)
     canonical_operators(graph)
     numbers = _lifted_numbers(captured)  # before the copies that identify them are dropped
-    _drop_copies(graph)
+    _drop_copies(captured)
     _move_to_device(numbers, captured)
     _canonical_views(graph)
     _splits_with_sizes(graph)
@@ -126,27 +128,56 @@ def normalize(
     graph.lint()
 
 
-def _drop_copies(graph: Graph) -> None:
-    """Replace copies by their sources, because values are never written in place; casts stay."""
+def _drop_copies(captured: Captured) -> None:
+    """Replace copies by their sources, because forward writes nothing in place; casts stay."""
+    graph = captured.module.graph
+    dropped = []
     for node in calls(graph, *_COPIES):
         is_needed = any(is_call(user, *_VIEWS_OF_MEMORY) for user in node.users)
         if not is_needed or node.args[0].meta["val"].is_contiguous():
-            replace_with(node, node.args[0])
+            dropped.append(node)
     for node in calls(graph, _aten._to_copy.default):
         source, value = node.args[0].meta["val"], node.meta["val"]
         if source.dtype is value.dtype and source.device == value.device:
-            replace_with(node, node.args[0])
-        else:
-            # Layout, pinned memory and memory format change no values. An unchanged device is left
-            # out: it would be a literal from the capture.
-            options = {key: node.kwargs[key] for key in ("dtype", "device") if key in node.kwargs}
-            if source.device == value.device:
-                options.pop("device", None)
-            node.kwargs = options
+            dropped.append(node)
+            continue
+        # Layout, pinned memory and memory format change no values. An unchanged device is left out:
+        # it would be a literal from the capture.
+        options = {key: node.kwargs[key] for key in ("dtype", "device") if key in node.kwargs}
+        if source.device == value.device:
+            options.pop("device", None)
+        node.kwargs = options
+    # But the caller may write into what is returned.
+    captured.copied |= _kept_apart(captured.outputs, set(dropped))
+    for node in dropped:
+        replace_with(node, node.args[0])
     # A detach of a value with a gradient stays: it stops the gradient.
     for node in calls(graph, _aten.detach.default):
         if not node.args[0].meta["requires_grad"]:
             replace_with(node, node.args[0])
+
+
+def _kept_apart(outputs: Sequence[Any], copies: Collection[Node]) -> frozenset[int]:
+    """Return the positions of outputs that would share memory with an input, a parameter, a
+    constant or another output if not for one of ``copies``."""
+    roots: dict[int, Node] = {}
+    copied = set()
+    for position, leaf in enumerate(outputs):
+        node = leaf
+        while isinstance(node, Node) and (node in copies or is_view(node)):
+            source = node.args[0]
+            # A tensor that is contiguous already is returned as it is.
+            if node in copies and not (is_view(node) and source.meta["val"].is_contiguous()):
+                copied.add(position)
+            node = source
+        if isinstance(node, Node):
+            roots[position] = node
+    uses = Counter(roots.values())
+    return frozenset(
+        position
+        for position in copied
+        if roots[position].op == "placeholder" or uses[roots[position]] > 1
+    )
 
 
 def _lifted_numbers(captured: Captured) -> list[tuple[Node, str]]:

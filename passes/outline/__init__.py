@@ -98,6 +98,7 @@ def outline(
         decisions=captured.decisions,
         stored=captured.stored,
         experts=captured.experts,
+        copied=captured.copied,
     )
 
 

@@ -4,7 +4,7 @@ views share elements of a storage."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,12 +33,20 @@ class ResultsThatShareMemory(torch.autograd.Function):
         return grads
 
 
-def guarded(results: Sequence[Any]) -> list[Any]:
+def guarded(results: Sequence[Any], copied: Collection[int] = ()) -> list[Any]:
     """Return a model's results; those that share elements cannot be changed in place.
 
     Autograd refuses in-place changes of views that one function returns. It does not know that
     other results share memory: the gradient of a change of one would be missing in the others.
+
+    Args:
+        results: as the program computes them.
+        copied: positions of results that share memory with others although the model copies them.
     """
+    results = [
+        x.clone() if position in copied and isinstance(x, Tensor) else x
+        for position, x in enumerate(results)
+    ]
     recorded = {id(x): x for x in results if isinstance(x, Tensor) and x.grad_fn is not None}
     shared = sharing_elements(recorded.values())
     if not shared:

@@ -46,6 +46,8 @@ class Captured:
             for these numbers.
         stored: values that the forward stores in attributes of modules.
         experts: names of the parameters whose first dim is divided over the axis "ep".
+        copied: positions of outputs that are copies of an input, a parameter, a constant or another
+            output; the graph has no copies once it is normalized.
     """
 
     module: GraphModule
@@ -62,6 +64,7 @@ class Captured:
     decisions: Sequence[Decision] = ()
     stored: Sequence[Stored] = ()
     experts: Sequence[str] = ()
+    copied: frozenset[int] = frozenset()
 
     @property
     def placeholders(self) -> list[Node]:

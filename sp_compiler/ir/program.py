@@ -126,6 +126,7 @@ class Program:
             for these numbers.
         stored: values that the forward stores in attributes of modules.
         experts: names of the parameters whose first dim is divided over the axis "ep".
+        copied: positions of outputs that are returned as copies.
     """
 
     calls: list[Call]
@@ -142,6 +143,7 @@ class Program:
     decisions: Sequence[Decision] = ()
     stored: Sequence[Stored] = ()
     experts: Sequence[str] = ()
+    copied: frozenset[int] = frozenset()
 
     @property
     def regions(self) -> list[Region]:

@@ -180,7 +180,7 @@ class Executor:
                 frame.results[dead] = ()
         outputs = [frame.value(out) if isinstance(out, Ref) else out for out in program.outputs]
         mutated = {name: frame.value(ref).detach() for name, ref in program.mutated_buffers.items()}
-        return Execution(guarded(outputs), mutated)
+        return Execution(guarded(outputs, program.copied), mutated)
 
     def _call(self, frame: _Frame, index: int, call: Call) -> tuple[Any, ...]:
         arguments = self._arguments[index]

@@ -123,3 +123,49 @@ def test_common_elements_are_found() -> None:
     complex_numbers = torch.view_as_complex(numbers.view(4, 2))
     assert share_elements(complex_numbers[:2], numbers[2:])
     assert not share_elements(complex_numbers[:2], numbers[4:])
+
+
+class _Copies(nn.Module):
+    """Returns a value, and a copy of that or of what the caller has."""
+
+    def __init__(self, copied: Callable[[Any, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Linear(8, 8).double()
+        self.register_buffer("table", torch.randn(8, dtype=torch.float64))
+        self.copied = copied
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.up(x).tanh()
+        return y, self.copied(self, x, y)
+
+
+_COPIED: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "an input": lambda model, x, y: x.clone(),
+    "an input in its own dtype": lambda model, x, y: x.to(torch.float64, copy=True),
+    "a parameter": lambda model, x, y: model.up.weight.detach().clone(),
+    "a buffer": lambda model, x, y: model.table.clone(),
+    "a constant": lambda model, x, y: torch.tensor([1.0, 2.0]),
+    "the other result": lambda model, x, y: y.clone(),
+    "a row of a copy": lambda model, x, y: y.clone()[0],
+    "a copy of a row": lambda model, x, y: y.clone()[:, 1:].contiguous(),
+}
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("copied", _COPIED.values(), ids=_COPIED)
+def test_the_caller_may_change_a_copy(
+    copied: Callable[[Any, Tensor, Tensor], Tensor], grad: bool
+) -> None:
+    model, x = _Copies(copied), torch.randn(3, 8, dtype=torch.float64)
+    module: Any = sp_compiler.compile(copy.deepcopy(model), tp=1)
+    expected = model(x)
+    before = {key: value.clone() for key, value in {"x": x, **module.state_dict()}.items()}
+    for changed in (1, 0, 1):  # a constant that was changed shows in the next call
+        with torch.set_grad_enabled(grad):
+            outputs = module(x)
+        torch.testing.assert_close(outputs, expected)
+        with torch.no_grad():
+            outputs[changed].fill_(7.0)
+        torch.testing.assert_close(outputs[1 - changed], expected[1 - changed])
+        torch.testing.assert_close({"x": x, **module.state_dict()}, before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -244,3 +245,25 @@ def test_a_slice_behind_products_with_a_vector_stays() -> None:
 
     captured = normalized(first, *args)
     torch.testing.assert_close(outputs(captured, *args)[0], first(*args), rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("returned", "copied"),
+    [
+        (lambda x, y: (y.clone(),), set()),  # nobody else has it
+        (lambda x, y: (y, y.view(-1), x[0]), set()),  # shared in eager code, too
+        (lambda x, y: (x.contiguous(), y), set()),  # the input itself
+        (lambda x, y: (y[:, ::2].contiguous(), (y * 2).clone()), set()),
+        (lambda x, y: (y, y.clone()), {1}),
+        (lambda x, y: (y.clone()[0], 3, y.mT), {0}),
+        (lambda x, y: (x.clone().view(-1), y), {0}),
+        (lambda x, y: (y, x.mT.contiguous(), x.mT.clone()), {1, 2}),
+    ],
+)
+def test_outputs_that_only_a_copy_keeps_apart(
+    returned: Callable[[Tensor, Tensor], tuple[Any, ...]], copied: set[int]
+) -> None:
+    captured = normalized(lambda x: returned(x, x.tanh()), randn(3, 4))
+    assert captured.copied == copied
+    normalize(captured)  # again: the graph has no copies any more
+    assert captured.copied == copied

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sp_compiler.base.errors import ArgumentError
+from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.grid.data_parallel import apply_data_parallelism
 from sp_compiler.grid.gathered import GatheredParameters
 from sp_compiler.ir.compiled_program import CompiledProgram
@@ -51,6 +51,12 @@ class StageParameters:
         self._gathered: GatheredParameters | None = None
         self._foreign: frozenset[str] = frozenset()
         self._state.layout.calls_root = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise UnsupportedError(
+            "a pipeline cannot be copied: it holds process groups; call sp_compiler.pipeline again "
+            "and its load_state_dict(pipeline.state_dict())"
+        )
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield name and parameter of this rank's stages; a tied parameter once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -85,6 +86,8 @@ def _gathered(axes: dict[str, int], schedule: str) -> dict[str, Tensor]:
     for alone in (pipeline.module.full_state_dict, lambda: pipeline.module.save_pretrained("x")):
         with pytest.raises(UnsupportedError, match=r"call state = pipeline.full_state_dict\(\)"):
             alone()
+    with pytest.raises(UnsupportedError, match="a pipeline cannot be copied: it holds process gr"):
+        copy.deepcopy(pipeline)
     state: dict[str, Tensor] = pipeline.full_state_dict()
     assert bool(state) == (dist.get_rank() == 0)
     return state

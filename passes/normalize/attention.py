@@ -251,7 +251,7 @@ def explicit_attention(graph: Graph) -> None:
         scores = _scores(node, query, key, scale)
         mask, without_keys = bound["attn_mask"], None
         if bound["is_causal"]:
-            mask = _triangle(graph, shape_of(scores)[-2:], triangles)  # type: ignore[arg-type]
+            mask = _triangle(scores, triangles)
         elif mask is not None and mask.meta["val"].dtype is not torch.bool:
             mask, without_keys = _finite_rows(mask, biases)
         probabilities = _masked_softmax(node, scores, mask, causal=bound["is_causal"])
@@ -332,24 +332,20 @@ def _finite_rows(bias: Node, known: dict[Node, tuple[Node, Node]]) -> tuple[Node
     return known[bias]
 
 
-def _triangle(graph: Graph, size: tuple[int, int], known: dict[str, Node]) -> Node:
+def _triangle(scores: Node, known: dict[str, Node]) -> Node:
     """Return the causal mask (queries, keys), computed once at the start of the graph for all
     layers."""
-    # As text: open sizes have no hash.
-    if str(size) in known:
-        return known[str(size)]
-    first = _first_call(graph)
-    device = next(
-        value.device
-        for node in graph.find_nodes(op="placeholder")
-        if isinstance(value := node.meta["val"], Tensor)
-    )
+    size, device = shape_of(scores)[-2:], scores.meta["val"].device
+    key = f"{size} {device}"  # as text: open sizes have no hash
+    if key in known:
+        return known[key]
+    first = _first_call(scores.graph)
     options = {"dtype": torch.bool, "device": device}
     ones = insert_call(first, _aten.ones.default, (list(size),), options, origin=_ORIGIN)
     mask = insert_call(first, _aten.tril.default, (ones,), origin=_ORIGIN, name="causal_mask")
     for node in (ones, mask):
         _leave_layer(node)
-    known[str(size)] = mask
+    known[key] = mask
     return mask
 
 

@@ -122,7 +122,7 @@ def _batch_norm(node: Node) -> OpRule:
     return OpRule(operands, results, linear=linear, rows="fixed", whole=whole)
 
 
-@rule("aten::log_softmax", "aten::_log_softmax")
+@rule("aten::log_softmax", "aten::_log_softmax", "aten::_safe_softmax")
 def _log_softmax(node: Node) -> OpRule:
     """The class dim keeps its factor, so that a loss of the result can be sharded by class."""
     (shape,) = operand_shapes(node)
@@ -154,13 +154,6 @@ def _softmax_backward(node: Node) -> OpRule:
     dims = numbered(shape, blocked=(positive_dim(arguments(node)["dim"], len(shape)),))
     # Linear in the gradient, not in the probabilities.
     return OpRule((dims, dims), (dims,), linear=FIRST_OPERAND)
-
-
-@rule("aten::_safe_softmax")
-def _safe_softmax(node: Node) -> OpRule:
-    shape = shape_of(node)
-    dims = numbered(shape, blocked=(positive_dim(arguments(node)["dim"], len(shape)),))
-    return OpRule((dims,), (dims,))
 
 
 def _normalized(node: Node) -> tuple[Dims, int]:

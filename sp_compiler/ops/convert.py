@@ -149,7 +149,8 @@ def _copied_bytes(args: Arguments, result: Tensor) -> int:
         copied_bytes = 2 * padded_bytes - bytes_of(result)
         return copied_bytes if copies > 1 else copied_to_send_bytes(args, result)
     if method == "shard":
-        return padded_bytes if is_padded else is_segmented * bytes_of(result)
+        # Not a product with a bool: torch 2.11 multiplies no open size by one.
+        return padded_bytes if is_padded else int(is_segmented) * bytes_of(result)
     return 0
 
 

@@ -20,6 +20,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_arg
+from torch.torch_version import TorchVersion
 
 from sp_compiler.base.pass_report import Pass
 from sp_compiler.inductor.inlining import Inlining, with_nodes
@@ -45,7 +46,7 @@ _PINNED = {
     # -fwrapv gcc draws other masks than eager code. No setting adds a compiler flag; this one is
     # copied to the command line and to the cache key. So is the number of fixes in this module,
     # which no code reads: caches may have kernels from before a fix. Raise it with each fix.
-    "cpp.enable_floating_point_contract_flag": "off -fwrapv -DSP_COMPILER_MENDS=3",
+    "cpp.enable_floating_point_contract_flag": "off -fwrapv -DSP_COMPILER_MENDS=4",
 }
 
 _NORMS = (
@@ -234,7 +235,10 @@ def compile_graph(traced: Traced) -> Callable[[list[Any]], Sequence[Any]]:
         traced.mode.shape_env = ShapeEnv()
     context = tracing(TracingContext(traced.mode))
     settings = context, config.patch(_PINNED), shortcuts()
-    mends = _own_values_read_first(), _written_values_awaited(), _small_values_exact()
+    mends = (
+        *(_own_values_read_first(), _written_values_awaited()),
+        *(_small_values_exact(), _narrow_values_rounded()),
+    )
     with contextlib.ExitStack() as stack:
         for each in (*settings, *mends):
             stack.enter_context(each)
@@ -302,6 +306,42 @@ def _small_values_exact() -> Iterator[None]:
     with (
         mock.patch.object(CppVecOverrides, "expm1", staticmethod(lambda x: f"{x}.expm1()")),
         mock.patch.object(CppVecOverrides, "atanh", staticmethod(lambda x: f"{x}.atanh()")),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _narrow_values_rounded() -> Iterator[None]:
+    """Context in which kernels round values of 16 bits like eager code.
+
+    Up to torch 2.12, ``emulate_precision_casts`` alone does not do that: the C++ backend remembers
+    what a result was before it was rounded, and reads that
+    (https://github.com/pytorch/pytorch/issues/185337), and numbers keep 32 bits when results of 16
+    are compared with them.
+    """
+    if TorchVersion(torch.__version__) >= "2.13":
+        yield
+        return
+    from torch._inductor import lowering
+    from torch._inductor.codegen.cpp import CppKernel
+
+    promote = lowering.promote_constants
+
+    @functools.wraps(promote)
+    def promote_rounded(
+        inputs: Sequence[Any], override_return_dtype: torch.dtype | None = None, **kwargs: Any
+    ) -> Sequence[Any]:
+        compared = next((x.get_dtype() for x in inputs if hasattr(x, "get_dtype")), None)
+        if override_return_dtype is torch.bool and compared in (torch.bfloat16, torch.float16):
+            inputs = [
+                torch.tensor(x, dtype=compared).item() if isinstance(x, int | float) else x
+                for x in inputs
+            ]
+        return promote(inputs, override_return_dtype, **kwargs)
+
+    with (
+        mock.patch.object(CppKernel, "cache_dtype_convert", return_value=None),
+        mock.patch.object(lowering, "promote_constants", promote_rounded),
     ):
         yield
 

@@ -236,8 +236,10 @@ def compile_graph(traced: Traced) -> Callable[[list[Any]], Sequence[Any]]:
     context = tracing(TracingContext(traced.mode))
     settings = context, config.patch(_PINNED), shortcuts()
     mends = (
-        *(_own_values_read_first(), _written_values_awaited()),
-        *(_small_values_exact(), _narrow_values_rounded()),
+        _own_values_read_first(),
+        _written_values_awaited(),
+        _small_values_exact(),
+        _narrow_values_rounded(),
     )
     with contextlib.ExitStack() as stack:
         for each in (*settings, *mends):

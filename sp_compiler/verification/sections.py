@@ -267,7 +267,8 @@ def _numbers(
         if flowing:
             torch.autograd.backward([v for v, _ in flowing], [tangent for _, tangent in flowing])
     grads = {
-        " ".join(map(str, (ref.kind, ref.name or ref.index))): value.grad
+        # With the output: a call may pass several values, and each gradient needs its own name.
+        f"{ref.kind} {ref.name or f'{ref.index}.{ref.output}'}": value.grad
         for ref, value in leaves.items()
         if isinstance(value, Tensor)
     }

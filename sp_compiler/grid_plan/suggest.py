@@ -1,12 +1,13 @@
 """Search for the fastest grid, schedule and recompute setting that fit a device's memory.
 
-Candidates are planned as by :func:`sp_compiler.plan`, the most promising first. Candidates that
-cannot win are skipped: those whose stages need too much memory on average, or whose schedule, even
-with equal stages, is not faster than the plans found so far.
+Candidates are planned as by :func:`sp_compiler.plan`, the most promising first. Skipped are those
+that no cut fits into memory, by a lower bound, and those whose schedule, even with equal stages, is
+not faster than the plans found so far.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,6 +30,7 @@ from sp_compiler.grid_plan.stage_plan import (
     held_bytes,
     kept_bytes,
     state_bytes,
+    used_parameters,
 )
 from sp_compiler.grid_plan.suggestions import Rejected, Suggestions
 from sp_compiler.ir.hints import parameters_of, wishes_of
@@ -192,18 +194,26 @@ class _Setting:
             chain=replace(self.chain, rest=rest.plan, rest_calls=rest.chain.calls),
         )
 
-    def least_bytes(self, options: GridOptions) -> float:
-        """Return a lower bound on the bytes of the fullest stage: the average of all stages."""
-        grid, chain = options.grid, self.chain
-        per_parameter, sizes = options.bytes_per_parameter, chain.parameters
+    def least_bytes(self, options: GridOptions) -> int:
+        """Return a lower bound on the bytes of the fullest rank, whatever the cut."""
+        grid, chain, per_parameter = options.grid, self.chain, options.bytes_per_parameter
+        used = used_parameters(chain.calls, chain.parameters)
         if grid.pp == 1:
-            state = sum(state_bytes(size, per_parameter, grid) for size in sizes.values())
-            gathered = gathered_bytes(chain.calls, sizes, grid)
-            return state + gathered + self.plan.activation_peak_bytes
-        state = sum(held_bytes(size, per_parameter, grid) for size in sizes.values())
-        # The last stage has one microbatch in flight, each before it one more.
-        in_flight = (min(grid.pp, options.microbatches) + 1) / 2
-        return (state + in_flight * kept_bytes(chain.calls)) / grid.pp
+            state = sum(state_bytes(size, per_parameter, grid) for size in used)
+            gathered = gathered_bytes(chain.calls, chain.parameters, grid)
+            # Rounded down, as plans round the state to the nearest integer.
+            return math.floor(state + gathered + self.plan.activation_peak_bytes)
+        held = sum(held_bytes(size, per_parameter, grid) for size in used)
+        kept = kept_bytes(chain.calls)
+        # In every schedule the ranks, in some order, have at one time 1, 2, 3, ... microbatches in
+        # flight in each of their stages, or all that there are. A rank with n that holds h and
+        # keeps k per microbatch needs M >= h + n k. With weights w = max(1, t / n), for any t, the
+        # sum over ranks is M sum(w) >= sum(w h) + sum(w n k) >= held + t kept, as w >= 1 and
+        # w n >= t. Between two values of n the bound is monotonic in t.
+        in_flight = [min(number, options.microbatches) for number in range(1, grid.pp + 1)]
+        return math.floor(
+            max((held + t * kept) / sum(max(1, t / n) for n in in_flight) for t in in_flight)
+        )
 
     def least_us(self, options: GridOptions) -> float:
         """Return the time of a step with equal stages; see the papers of the schedules."""
@@ -223,11 +233,11 @@ class _Candidate:
 
     Attributes:
         least_us: lower bound of the time of a step.
-        needed: lower bound of the bytes of the fullest stage.
+        needed: lower bound of the bytes of the fullest rank.
     """
 
     least_us: float
-    needed: float
+    needed: int
     setting: _Setting
     options: GridOptions
 
@@ -267,8 +277,10 @@ class _Search:
         ]
         self._candidates: list[_Candidate] = []
         self._best: dict[GridSizes, GridPlan] = {}
-        # For grids without a plan: the minimum memory of any setting, and the minimum time.
-        self._needed_bytes: dict[GridSizes, float] = {}
+        # For grids without a plan that fits: the minimum over all settings of the bound of memory,
+        # of the memory of a plan, and of the time.
+        self._needed_bytes: dict[GridSizes, int] = {}
+        self._planned_bytes: dict[GridSizes, int] = {}
         self._least_us: dict[GridSizes, float] = {}
         self._impossible: dict[GridSizes, str] = {}
 
@@ -297,7 +309,7 @@ class _Search:
             needed, least_us = setting.least_bytes(options), setting.least_us(options)
             self._candidates.append(_Candidate(least_us, needed, setting, options))
             if needed > self._memory_bytes:
-                self._note_memory(grid, needed)
+                self._needed_bytes[grid] = min(needed, self._needed_bytes.get(grid, needed))
 
     def run(self) -> Suggestions:
         """Plan candidates until no remaining one can be among the best."""
@@ -352,11 +364,9 @@ class _Search:
                 continue
             if plan.total_bytes <= self._memory_bytes:
                 return plan
-            self._note_memory(options.grid, plan.total_bytes)
+            known = self._planned_bytes.get(options.grid, plan.total_bytes)
+            self._planned_bytes[options.grid] = min(plan.total_bytes, known)
         return None
-
-    def _note_memory(self, grid: GridSizes, num_bytes: float) -> None:
-        self._needed_bytes[grid] = min(num_bytes, self._needed_bytes.get(grid, num_bytes))
 
     def _rejected(self, kept: Sequence[GridPlan]) -> Iterator[Rejected]:
         """Return grids that are not among ``kept``, the closest first."""
@@ -368,9 +378,13 @@ class _Search:
             if grid not in shown:
                 at_least = "" if grid in known_us else "at least "
                 yield Rejected(grid, f"a step takes {at_least}{time_text(step_us)}")
-        for grid, needed in sorted(self._needed_bytes.items(), key=lambda each: each[1]):
+        needed_bytes = {**self._needed_bytes, **self._planned_bytes}
+        for grid, num_bytes in sorted(needed_bytes.items(), key=lambda each: each[1]):
             if grid not in times_us:
-                yield Rejected(grid, f"needs at least {bytes_text(needed)} per device")
+                # No bound: another cut may need less than the fastest, though too much as well.
+                planned = grid in self._planned_bytes
+                needs = "no cut found that fits; the fastest needs" if planned else "needs at least"
+                yield Rejected(grid, f"{needs} {bytes_text(num_bytes)} per device")
         for grid, reason in self._impossible.items():
-            if grid not in times_us and grid not in self._needed_bytes:
+            if grid not in times_us and grid not in needed_bytes:
                 yield Rejected(grid, reason)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import operator
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_compiler import GridPlan, Plan
-from sp_compiler.base.errors import ArgumentError
+from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.compiler import build
 from sp_compiler.cost.hardware import H100
 from sp_compiler.grid_plan.build import grid_plan
@@ -21,7 +24,14 @@ from sp_compiler.grid_plan.stage_plan import held_bytes
 from sp_compiler.grid_plan.suggest import _Setting
 from sp_compiler.grid_plan.timetable import StageTimes, finish_us
 from sp_compiler.options import CompileOptions
-from sp_compiler.pipeline_parallel.schedules import SCHEDULES
+from sp_compiler.pipeline_parallel.cutting import NoCutError
+from sp_compiler.pipeline_parallel.schedules import (
+    BACKWARD_INPUTS,
+    FORWARD,
+    FULL_BACKWARD,
+    SCHEDULES,
+    schedule_of,
+)
 from sp_compiler.planning.call_memory import CallMemory
 from sp_compiler.planning.data import BlockPlan, CallPlan, ParameterSize, Work
 from tests.helpers.torch_versions import NEEDS_V_SCHEDULES
@@ -163,6 +173,50 @@ def test_no_plan_is_below_the_bounds_by_which_a_search_skips_it(schedule: str, p
     setting = _Setting(whole, chain, asked)
     assert setting.least_us(options) <= planned.step_us * (1 + 1e-9)
     assert setting.least_bytes(options) <= planned.total_bytes
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zero_bubble"])
+def test_no_cut_by_memory_is_below_the_bound_of_memory(schedule: str) -> None:
+    """With more microbatches in flight, fewer layers: 3, 4, 6 and 12 of the 25 by 1F1B."""
+    grid, layers = GridSizes(pp=4), 25
+    calls = [
+        replace(call, kept=((number, 10_000),))
+        for number, call in enumerate(_calls(layers))
+        if call.path
+    ]
+    whole, chain = _program(layers, grid, calls)
+    options = GridOptions(grid, 8, schedule)
+    bound = _Setting(whole, chain, CompileOptions()).least_bytes(options)
+    totals = []
+    for memory in range(50_000, 800_000, 10_000):
+        with contextlib.suppress(NoCutError):
+            plan = grid_plan(whole, chain, replace(options, memory=memory))
+            totals.append(plan.total_bytes)
+    assert bound <= min(totals)
+    if schedule == "1f1b":
+        # The last stage: one microbatch and the parameters of 12 layers, and the running layer.
+        assert min(totals) == 12 * (10_000 + 1800) + 3
+        assert bound > 0.85 * min(totals)
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4, 8])
+@pytest.mark.parametrize("microbatches", [2, 3, 8, 16, 24])
+def test_microbatches_in_flight_in_each_stage_of_a_rank(pp: int, microbatches: int) -> None:
+    """The bound of memory takes one rank to have 1 at least, another 2, and so on."""
+    for name, per_rank in itertools.product(SCHEDULES, (1, 2, 3)):
+        try:
+            schedule, _ = schedule_of(name, per_rank, pp, microbatches)
+        except (ArgumentError, UnsupportedError):
+            continue
+        most = [0] * pp
+        for rank, order in enumerate(schedule.orders(pp, per_rank, microbatches)):
+            now = {action.stage: 0 for action in order}
+            for action in order:
+                now[action.stage] += action.kind is FORWARD
+                now[action.stage] -= action.kind in (FULL_BACKWARD, BACKWARD_INPUTS)
+                most[rank] = max(most[rank], min(now.values()))
+        least = [min(number, microbatches) for number in range(1, pp + 1)]
+        assert all(map(operator.ge, sorted(most), least)), (name, per_rank)
 
 
 class _Block(nn.Module):

@@ -22,30 +22,35 @@ _OPERATORS: dict[type[ast.AST], Any] = {
 
 
 def code_graphs(source: str) -> dict[str, Graph]:
-    """Return the graph of each function in a class of ``source``, by ``"Class.function"``.
+    """Return the graph of each function of ``source``: by ``"Class.function"`` in a class, by its
+    name outside, where an edit may put functions that others call.
 
     Nothing is executed. Values have the names of the text, and no shapes.
 
     Raises:
-        ArgumentError: the text is not Python, or has no class with functions.
+        ArgumentError: the text is not Python, or has no functions.
     """
     try:
         module = ast.parse(source)
     except SyntaxError as error:
         raise ArgumentError(f"generated code, line {error.lineno}: {error.msg}") from error
     aliases = dict(_aliases(module))
-    graphs = {
-        f"{each.name}.{function.name}": _Function(aliases).read(function)
-        for each in module.body
-        if isinstance(each, ast.ClassDef)
-        for function in each.body
-        if isinstance(function, ast.FunctionDef)
-    }
+    graphs = {name: _Function(aliases).read(each) for name, each in _functions(module)}
     if not graphs:
         raise ArgumentError(
             f"cannot compare the text {source[:40]!r}: expected generated code, such as module.code"
         )
     return graphs
+
+
+def _functions(module: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Functions, with the names of their graphs."""
+    for each in module.body:
+        if isinstance(each, ast.FunctionDef):
+            yield each.name, each
+        elif isinstance(each, ast.ClassDef):
+            functions = (part for part in each.body if isinstance(part, ast.FunctionDef))
+            yield from ((f"{each.name}.{function.name}", function) for function in functions)
 
 
 def _aliases(module: ast.Module) -> Iterator[tuple[str, str]]:
@@ -76,11 +81,22 @@ class _Function:
         self._values: dict[str, Any] = {}
 
     def read(self, function: ast.FunctionDef) -> Graph:
-        for argument in function.args.args:
-            self._values[argument.arg] = self._graph.placeholder(argument.arg)
+        self._read_parameters(function.args)
         for statement in function.body:
             self._read_statement(statement)
         return self._graph
+
+    def _read_parameters(self, given: ast.arguments) -> None:
+        positional = [*given.posonlyargs, *given.args]
+        required = len(positional) - len(given.defaults)
+        defaults = [*[None] * required, *given.defaults, *given.kw_defaults]
+        parameters = [*zip([*positional, *given.kwonlyargs], defaults, strict=True)]
+        parameters += [(each, None) for each in (given.vararg, given.kwarg) if each is not None]
+        for parameter, default in parameters:
+            node = self._graph.placeholder(parameter.arg)
+            if default is not None:
+                node.args = (self._read(default),)
+            self._values[parameter.arg] = node
 
     def _read_statement(self, statement: ast.stmt) -> None:
         match statement:
@@ -155,6 +171,13 @@ class _Function:
             if isinstance(of, Node) and of.target != "tp":
                 return self._call(_Callable(f".{function.attr}"), (of, *args), kwargs, name)
         text = ast.unparse(function)
+        # A local name is called by what it stands for, such as ``f = torch.sin``.
+        head, dot, rest = text.partition(".")
+        known = self._values.get(head)
+        if isinstance(known, Node) and not dot:  # such as a lambda that reads other values
+            return self._call(operator.call, (known, *args), kwargs, name)
+        if isinstance(known, str):
+            text = f"{known}{dot}{rest}"
         return self._call(_Callable(self._aliases.get(text, text)), tuple(args), kwargs, name)
 
     def _opaque(self, part: ast.AST, name: str = "") -> Node:

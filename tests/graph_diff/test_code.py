@@ -80,6 +80,44 @@ def test_an_edit_is_what_differs(tmp_path: Path) -> None:
     assert str(other).splitlines()[1].startswith("  ~ %reduce_scatter tp.reduce_scatter: args")
 
 
+_HELPERS = """import torch
+
+def helper(x, *more, factor=2.0):
+    return x * factor + 1.0
+
+
+class Block:
+    @staticmethod
+    def forward(tp, x, weight):
+        f = lambda value: value * 4.0
+        g = lambda value: value - weight
+        special = torch.special
+        return helper(f(x), g(x), special.expit(x))
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "changed"),
+    [
+        ("x * factor", "x / factor", "helper"),
+        ("factor=2.0", "factor=3.0", "helper"),
+        ("value * 4.0", "value * 5.0", "Block.forward"),
+        ("value - weight", "weight - value", "Block.forward"),
+        ("= torch.special", "= torch", "Block.forward"),
+        ("f(x), g(x)", "g(x), f(x)", "Block.forward"),
+    ],
+)
+def test_an_edit_of_what_is_called_by_a_name_of_the_text(old: str, new: str, changed: str) -> None:
+    result = diff(_HELPERS, _HELPERS.replace(old, new))
+    assert [section.name for section in result.sections] == [changed]
+
+
+def test_the_name_of_what_is_called_is_no_difference() -> None:
+    renamed = _HELPERS.replace("f = ", "scaled = ").replace("f(x)", "scaled(x)")
+    renamed = renamed.replace("g = ", "moved = ").replace("g(x)", "moved(x)")
+    assert diff(_HELPERS, renamed).is_empty
+
+
 def test_what_is_no_generated_code(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"line 2: "):
         diff(CODE, "x = 1\ny = = 2")

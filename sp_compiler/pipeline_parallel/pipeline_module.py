@@ -108,7 +108,9 @@ class PipelineModule(StageParameters):
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Compile for this batch, cut into stages, and drop the parameters of other ranks."""
         self.module.require_runnable_hooks(on_root=True)
-        leaves, structure, names, parts = self._split(args, kwargs)
+        leaves, structure, names = self._flat(args, kwargs)
+        batch = batch_size(self.module.forward, args, kwargs)
+        parts = microbatches_of(leaves, names, batch, self._microbatches)
         with self._stage_ranks.reporting():
             self._stage_ranks.agree(leaves, structure, names)
             self._stage_ranks.agree_on_weights()
@@ -233,21 +235,20 @@ class PipelineModule(StageParameters):
         """The generated Python of the full program; each stage runs a part of it."""
         return self.module.code
 
-    def _split(
+    def _flat(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[list[Any], pytree.TreeSpec, Callable[[], list[str]], list[list[Any]]]:
-        """Return the leaves, their structure, a function that returns their names, and the leaves
-        of each microbatch."""
-        flat, structure = flatten_inputs(args, kwargs, self._state.unordered)
-        leaves = [plain_input(leaf) for leaf in flat]
+    ) -> tuple[list[Any], pytree.TreeSpec, Callable[[], list[str]]]:
+        """Return the leaves, their structure, and a function that returns their names."""
+        leaves, structure = flatten_inputs(args, kwargs, self._state.unordered)
         names = partial(input_names, self.module, args, kwargs)
-        batch = batch_size(self.module.forward, args, kwargs)
-        return leaves, structure, names, microbatches_of(leaves, names, batch, self._microbatches)
+        return [plain_input(leaf) for leaf in leaves], structure, names
 
     def _run(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], *, train: bool, loss_only: bool
     ) -> Any:
-        leaves, structure, names, parts = self._split(args, kwargs)
+        leaves, structure, names = self._flat(args, kwargs)
+        batch = batch_size(self.module.forward, args, kwargs)
+        parts = microbatches_of(leaves, names, batch, self._microbatches)
         state = self._state
         state.loss_only = loss_only
         with self._stage_ranks.reporting():
@@ -274,7 +275,7 @@ class PipelineModule(StageParameters):
                 # All gradients are reduced, or none: those not reduced are dropped.
                 self._stage_ranks.meet_over_data()
             # Before total(), in which other ranks wait: an output that cannot be joined raises.
-            rows = batch_size(self.module.forward, args, kwargs) // len(parts)
+            rows = batch // len(parts)
             outputs = joined_outputs(compiled, state.group, feed.outputs, weights, parts, rows)
             loss = self._stage_ranks.total(feed.losses)
             return loss if loss_only else user_outputs(compiled, loss, outputs)

@@ -22,6 +22,7 @@ import torch
 from torch.distributed import checkpoint
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from sp_compiler.pipeline_parallel.microbatches import batch_size, microbatches_of
 from sp_compiler.pipeline_parallel.pipeline_module import PipelineModule
 from tests.helpers.fake_group import fake_group
 from tests.helpers.ranks import run_on_copies
@@ -64,8 +65,10 @@ def _rehearse(world_size: int, function: Callable[..., Any], args: tuple[Any, ..
 
 def _compiled_alone(pipeline: Any, args: Any, kwargs: Any, *, train: bool, loss_only: bool) -> Any:
     """What a pipeline compiles for a call: stages that ran would wait for others' tensors."""
-    _, structure, _, parts = pipeline._split(args, kwargs)
+    leaves, structure, names = pipeline._flat(args, kwargs)
+    batch = batch_size(pipeline.module.forward, args, kwargs)
     pipeline._state.loss_only = loss_only
+    parts = microbatches_of(leaves, names, batch, pipeline._microbatches)
     pipeline._program_of(parts, structure)
     return torch.zeros(()) if loss_only else mock.MagicMock()
 

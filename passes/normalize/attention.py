@@ -315,8 +315,8 @@ def _masked_softmax(node: Node, scores: Node, mask: Node | None, *, causal: bool
 def _finite_rows(bias: Node, known: dict[Node, tuple[Node, Node]]) -> tuple[Node, Node]:
     """Return ``bias`` without -inf where it forbids an entire row of keys, and these rows.
 
-    The softmax of such a row is NaN, while the context of fused attention is zero. Computed once
-    for all layers, next to the bias: with its leading dim of heads it is small beside the scores.
+    The softmax of such a row is NaN, while the context of fused attention is zero. Computed next to
+    the bias, which is mostly one for all layers and heads: the scores are many times as large.
     """
     if bias not in known:
         after = _first_call(bias.graph) if bias.op == "placeholder" else bias.next

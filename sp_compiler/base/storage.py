@@ -50,7 +50,7 @@ def guarded(results: Sequence[Any], copied: Collection[int] = ()) -> list[Any]:
     recorded = {id(x): x for x in results if isinstance(x, Tensor) and x.grad_fn is not None}
     shared = sharing_elements(recorded.values())
     if not shared:
-        return list(results)
+        return results
     views = ResultsThatShareMemory.apply(*shared)
     view_of = {id(result): view for result, view in zip(shared, views, strict=True)}
     return [view_of.get(id(result), result) for result in results]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.grid.data_parallel import apply_data_parallelism
 from sp_compiler.grid.gathered import GatheredParameters
+from sp_compiler.grid.stage_overflows import skip_steps_together
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.module.calls import require_data
 from sp_compiler.module.distributed_module import DistributedModule
@@ -51,6 +52,7 @@ class StageParameters:
         self._gathered: GatheredParameters | None = None
         self._foreign: frozenset[str] = frozenset()
         self._state.layout.calls_root = False
+        skip_steps_together(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise UnsupportedError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,6 +24,11 @@ from sp_compiler.pipeline_parallel.ranks import StageRanks
 from sp_compiler.pipeline_parallel.stage_program import Stage
 from sp_compiler.pipeline_parallel.ties import TiedParameters, holders_of
 from sp_compiler.runtime.mesh_axes import REPLICATE_AXIS
+
+_METHODS = (
+    "step(...) trains, eval(...) and eval_loss(...) evaluate; pipeline.module is the nn.Module "
+    "with the parameters of this rank's stages"
+)
 
 
 class StageParameters:
@@ -59,6 +64,15 @@ class StageParameters:
             "a pipeline cannot be copied: it holds process groups; call sp_compiler.pipeline again "
             "and its load_state_dict(pipeline.state_dict())"
         )
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        raise UnsupportedError(f"a pipeline is not called like its model: {_METHODS}")
+
+    if not TYPE_CHECKING:  # it would accept every name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            # Such as train(), in the habit of a module. An AttributeError, for hasattr().
+            raise AttributeError(f"a pipeline has no attribute {name!r}: {_METHODS}")
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield name and parameter of this rank's stages; a tied parameter once."""

@@ -88,6 +88,11 @@ def _gathered(axes: dict[str, int], schedule: str) -> dict[str, Tensor]:
             alone()
     with pytest.raises(UnsupportedError, match="a pipeline cannot be copied: it holds process gr"):
         copy.deepcopy(pipeline)
+    with pytest.raises(UnsupportedError, match=r"not called like its model: step\(...\) trains"):
+        pipeline(_ids())
+    with pytest.raises(AttributeError, match=r"no attribute 'train': step.* pipeline.module is"):
+        pipeline.train()
+    assert not hasattr(pipeline, "zero_grad")
     state: dict[str, Tensor] = pipeline.full_state_dict()
     assert bool(state) == (dist.get_rank() == 0)
     return state

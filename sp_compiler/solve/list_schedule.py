@@ -5,7 +5,8 @@ a clock. The next kernel is the first whose operands are ready. Kernels that a c
 (the critical path and its recomputation) go first; others, mostly weight gradients, fill the time
 in which those wait. This is the policy HEU of Lynx for one block (Chen et al. 2024, arXiv
 2406.08756): it is found once for all equal blocks. If a walk leaves the compute stream idle,
-further walks with other priorities follow.
+further walks with other priorities follow, and in an order that will run, single tasks are moved
+(:mod:`sp_compiler.solve.order_search`): some orders are no walk's, whatever its priorities.
 
 Memory: at each step, the rest of the block can still run below the limit in an order that is known
 to fit (the original one, later the best so far), so that every walk completes.
@@ -20,6 +21,7 @@ from dataclasses import replace
 from itertools import groupby, pairwise, product
 
 from sp_compiler.solve.block_schedule import Block, peak_bytes, simulate
+from sp_compiler.solve.order_search import improved
 from sp_compiler.solve.schedule_bound import least_us
 from sp_compiler.solve.schedule_walk import Fitting, Priorities, Walked, as_given, walked
 
@@ -31,8 +33,9 @@ _WORTH_HIDING = 0.1
 # Tasks in all walks with changed ranks together: at most about 0.1 s for a block. The time of a
 # walk is more than linear in them, so a model that is one long region gets only the timed walks.
 _TASKS_WALKED, _PATIENCE, _MOST_TASKS = 20_000, 50, 400
-# More effort for the one order that will run than for each of the many it was compared with.
-_THOROUGH = 4
+# More effort for the one order that will run than for each of the many it was compared with, and
+# tasks in all orders in which single tasks were moved: at most about 0.2 s for a block.
+_THOROUGH, _TASKS_MOVED = 4, 1_600_000
 _ROUNDING = 1e-6  # of sums of the same times in another order
 
 
@@ -79,25 +82,43 @@ class ListSchedule:
         return self._orders[key]
 
     def _compared_order(self, limit_bytes: int) -> list[int]:
-        return self._tidied(self._best_compared(limit_bytes), limit_bytes)
+        return self._tidied(self._best_compared(limit_bytes).order, limit_bytes)
 
     def _thorough_order(self, limit_bytes: int) -> list[int]:
-        compared = self.order(limit_bytes)
-        best = self._best_compared(max(limit_bytes, self.block.given_bytes))
+        block, compared = self.block, self.order(limit_bytes)
+        best = self._best_compared(max(limit_bytes, block.given_bytes))
         # Budgets rely on the peak of this order, which may be below that of the given one.
-        limit_bytes = max(limit_bytes, peak_bytes(self.block, compared))
+        limit_bytes = max(limit_bytes, peak_bytes(block, compared))
         searched_bytes = max(limit_bytes, peak_bytes(self._walked, best.order))
         longer = self._improved(best, searched_bytes, _THOROUGH)
-        if longer is best:
+        if not self._is_worth_searching:
             return compared
-        order = self._tidied(longer, limit_bytes)
-        if peak_bytes(self.block, order) > limit_bytes:
-            return compared
-        # Of two walks that cost the same, later waits can make the first one faster.
-        return min(order, compared, key=lambda order: simulate(self.block, order).time_us)
 
-    def _tidied(self, walk: Walked, limit_bytes: int) -> list[int]:
-        return _tidy(self.block, _late_waits(self.block, walk.order, limit_bytes), limit_bytes)
+        def fits(order: Sequence[int]) -> bool:
+            return peak_bytes(block, order) <= limit_bytes
+
+        # Of two walks that cost the same, later waits can make the first one faster.
+        walks = [compared, self._tidied(longer.order, limit_bytes)]
+        walk = min(filter(fits, walks), key=self._time_us)
+        known = [walk, *filter(fits, [range(len(block.tasks))])]
+        moved = improved(block, limit_bytes, known, self._enough_us, _TASKS_MOVED)
+        return min(self._tidied(moved, limit_bytes), walk, key=self._time_us)
+
+    @property
+    def _is_worth_searching(self) -> bool:
+        block = self.block
+        hides = block.compute_us > _WORTH_HIDING * block.link_us
+        return hides and len(block.tasks) <= _MOST_TASKS
+
+    @property
+    def _enough_us(self) -> float:
+        return self.least_us * (1 + _ROUNDING)
+
+    def _time_us(self, order: Sequence[int]) -> float:
+        return simulate(self.block, order).time_us
+
+    def _tidied(self, order: list[int], limit_bytes: int) -> list[int]:
+        return _tidy(self.block, _late_waits(self.block, order, limit_bytes), limit_bytes)
 
     def _best_compared(self, limit_bytes: int) -> Walked:
         if limit_bytes not in self._compared:
@@ -106,18 +127,16 @@ class ListSchedule:
         return self._compared[limit_bytes]
 
     def _improved(self, best: Walked, limit_bytes: int, effort: int) -> Walked:
-        block, bound_us = self._walked, self.least_us * (1 + _ROUNDING)
-        if block.compute_us <= _WORTH_HIDING * block.link_us or len(block.tasks) > _MOST_TASKS:
+        if not self._is_worth_searching:
             return best
-        best = _climb(block, limit_bytes, best, bound_us, effort)
-        return _swap(block, limit_bytes, best, bound_us)
+        best = _climb(self._walked, limit_bytes, best, self._enough_us, effort)
+        return _swap(self._walked, limit_bytes, best, self._enough_us)
 
     def _best_of_first(self, limit_bytes: int) -> Walked:
         for from_bytes, best in self._first.items():
             if from_bytes == limit_bytes or (from_bytes < limit_bytes and not best.fitting.limits):
                 return best
-        bound_us = self.least_us * (1 + _ROUNDING)
-        best = _best_of_first(self._walked, limit_bytes, bound_us)
+        best = _best_of_first(self._walked, limit_bytes, self._enough_us)
         self._first[limit_bytes] = best
         return best
 

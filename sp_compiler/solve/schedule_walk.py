@@ -19,7 +19,7 @@ from sp_compiler.solve.block_schedule import Block, Clock, Memory, simulate
 _REACH = 400
 # Orders are also timed with collectives twice as long as the hardware model says: an order that
 # hides these too is better than one that only just hides the estimated ones.
-_SLOW_LINK, _SLOW_WEIGHT = 2.0, 0.1
+SLOW_LINK, _SLOW_WEIGHT = 2.0, 0.1
 # An arrival is "soon" for a long kernel: within less than this share of the kernel's time.
 _SOON = 0.5
 _ROUNDING = 1e-9  # of sums of the same times in another order
@@ -89,11 +89,11 @@ class Walked:
 def as_given(block: Block) -> Walked:
     """Return the order of ``block`` itself, as if a walk without priorities had found it."""
     order = list(range(len(block.tasks)))
-    timeline, slow = simulate(block, order), simulate(block, order, _SLOW_LINK)
-    cost_us = _cost_us(timeline.time_us, slow.time_us)
+    timeline, slow = simulate(block, order), simulate(block, order, SLOW_LINK)
     priorities = Priorities((0.0,) * len(order))
     fitting = Fitting(block, order)
-    return Walked(order, priorities, timeline.time_us, cost_us, fitting, timeline.start_us)
+    cost = cost_us(timeline.time_us, slow.time_us)
+    return Walked(order, priorities, timeline.time_us, cost, fitting, timeline.start_us)
 
 
 def walked(
@@ -111,7 +111,8 @@ def walked(
     return _Walk(block, limit_bytes, priorities, fitting).walked(most_us)
 
 
-def _cost_us(time_us: float, slow_us: float) -> float:
+def cost_us(time_us: float, slow_us: float) -> float:
+    """Return what orders are compared by, from their times on the link and on a slow one."""
     return time_us + _SLOW_WEIGHT * slow_us
 
 
@@ -137,7 +138,7 @@ class _Walk:
         self._first_left, self._last_done = 0, -1  # places in ``fitting``
         self._early_bytes = 0  # made by tasks that ran before their turn
         self._left = bytearray(b"\1") * len(block.tasks)  # by place, whether its task has not run
-        self._clock, self._slow_clock = Clock(block), Clock(block, _SLOW_LINK)
+        self._clock, self._slow_clock = Clock(block), Clock(block, SLOW_LINK)
         self._start_us = [0.0] * len(block.tasks)
         self._under_way: dict[int, None] = {}  # starts; a set with an order
         self._order: list[int] = []
@@ -153,13 +154,13 @@ class _Walk:
             position = self._next()
             self._run(position)
             # Only tasks on the link change the clocks' lower bounds.
-            if on_link[position] and _cost_us(clock.least_us, slow_clock.least_us) > most_us:
+            if on_link[position] and cost_us(clock.least_us, slow_clock.least_us) > most_us:
                 return None
         return Walked(
             self._order,
             self._priorities,
             clock.time_us,
-            _cost_us(clock.time_us, slow_clock.time_us),
+            cost_us(clock.time_us, slow_clock.time_us),
             self._fitting,
             self._start_us,
         )

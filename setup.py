@@ -21,6 +21,8 @@ TEST = [
     "hypothesis>=6.100",
     PLOT,
     "mypy>=1.15",
+    # Exact schedules, to which those of the compiler are compared.
+    "ortools>=9.12,<10",
     "peft>=0.15",
     "pytest>=8",
     "pytest-xdist>=3.6",

@@ -1,21 +1,19 @@
 """Communication that backward exposes: blocks of three models, on links of three speeds.
 
     python -m benchmarks.overlap [--models GPT Llama Mixtral] [--recompute none selective full]
-        [--exact | --half-batches | --steps]
+        [--half-batches | --steps]
 
 Compiled on the meta device for 8 ranks; times are those of the profile "h100" with an interconnect
 on which communication is 10, 20 and 40 % of forward and backward of a block that recomputes
 nothing. The schedule's own clock measures the exposed part, for a layer in the middle of the model
-if backwards work for other calls. ``--exact`` compares with the exact search, with one function per
-layer: the difference, or an upper bound of it if the search gives up, and the CPU time of both.
-``--half-batches`` shows the communication that the whole step exposes, with a batch of two and with
-its halves; ``--steps`` shows times of steps on the slowest of the links, with both backends.
+if backwards work for other calls. ``--half-batches`` shows the communication that the whole step
+exposes, with a batch of two and with its halves; ``--steps`` shows times of steps on the slowest of
+the links, with both backends.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,12 +24,11 @@ from torch import nn
 from torch.fx import Graph, Node
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from benchmarks.exact_schedule import exact_schedule, least_of_many_us
+from benchmarks.layers_bound import least_of_many_us
 from benchmarks.models import GPTConfig, PlainGPT
 from sp_compiler.base.units import bytes_text, time_text
 from sp_compiler.compiler import build
 from sp_compiler.cost.hardware import Hardware, Link, hardware_of
-from sp_compiler.cost.memory import backward_peak_bytes
 from sp_compiler.cost.node_cost import collectives_us, compute_us, elapsed_us, node_collectives
 from sp_compiler.cost.step_memory import StepMemory, step_memory
 from sp_compiler.cost.step_timeline import FunctionRun, StepTimeline
@@ -42,8 +39,7 @@ from sp_compiler.options import CompileOptions
 from sp_compiler.passes import fuse_attention
 from sp_compiler.passes.overlap.tasks import graph_tasks
 from sp_compiler.planning.planned_program import PlannedProgram
-from sp_compiler.solve.block_schedule import Block, Task, simulate
-from sp_compiler.solve.list_schedule import list_schedule
+from sp_compiler.solve.block_schedule import Block, Task
 from sp_compiler.solve.schedule_bound import least_us
 
 RANKS, LAYERS, HIDDEN, LENGTH = 8, 4, 4096, 2048
@@ -83,23 +79,6 @@ MODELS = {"GPT": _gpt, "Llama": _llama, "Mixtral": _mixtral}
 
 
 @dataclass(frozen=True)
-class Gap:
-    """A schedule compared with the exact search.
-
-    Attributes:
-        longer: by how much it is longer, or can be at most.
-        proven: whether ``longer`` is exact.
-        schedule_s: CPU time of its search.
-        exact_s: CPU time of the exact program, which begins with that search.
-    """
-
-    longer: float
-    proven: bool
-    schedule_s: float
-    exact_s: float
-
-
-@dataclass(frozen=True)
 class Row:
     """One block on one link.
 
@@ -115,7 +94,6 @@ class Row:
         fitting_us: the most that could be: kernels that are no recomputation leave the link so much
             time alone.
         in_a_row: whether backwards recompute for the call before, or leave it gradients.
-        gap: the backward as one function beside the exact program's, if that was asked for.
     """
 
     model: str
@@ -130,7 +108,6 @@ class Row:
     hidden_us: float
     fitting_us: float
     in_a_row: bool
-    gap: Gap | None
 
 
 def compiled(name: str, batch: int = 1, **options: Any) -> PlannedProgram:
@@ -165,7 +142,7 @@ def _communication_us(graph: Graph, device: Hardware) -> float:
     return sum(collectives_us(node_collectives(node), RANKS, device) for node in graph.nodes)
 
 
-def rows(name: str, policies: Sequence[str], exact: bool) -> Iterator[Row]:
+def rows(name: str, policies: Sequence[str]) -> Iterator[Row]:
     """Compile one model for each of ``policies`` and every link."""
     parts = block_of(compiled(name, recompute="none", overlap=False)).partitioned
     assert parts.backward is not None
@@ -193,7 +170,6 @@ def rows(name: str, policies: Sequence[str], exact: bool) -> Iterator[Row]:
                 hidden_us=hidden_us,
                 fitting_us=min(recompute_us, hidden_us + idle_us),
                 in_a_row=graph is not own.step_backward,
-                gap=_gap(blocking, own.backward, device) if exact else None,
             )
 
 
@@ -219,7 +195,16 @@ def _recomputation(program: PlannedProgram, graph: Graph) -> tuple[float, float]
 
 
 def least_exposed(block: PartitionedRegion, device: Hardware) -> float:
-    """Return a bound on the exposed part of the communication of a backward in the middle of many.
+    """Return a bound on the exposed part of the communication of a backward in the middle of many:
+    that of :func:`least_layer_us`."""
+    backward = block.partitioned.backward
+    assert backward is not None
+    kernels_us = graph_tasks(backward, (), device).block.compute_us
+    return (least_layer_us(block, device) - kernels_us) / _communication_us(backward, device)
+
+
+def least_layer_us(block: PartitionedRegion, device: Hardware) -> float:
+    """Return a lower bound on the time of a backward in the middle of many, in any order of all.
 
     Work of all layers may run at the same time, as far as data dependences allow: weight gradients
     at any later time, recomputation at any earlier time. The remaining constraint is the chain from
@@ -240,10 +225,8 @@ def least_exposed(block: PartitionedRegion, device: Hardware) -> float:
     given = placeholders[len(block.partitioned.saved) :]
     on_chain = descendants(given) & ancestors(passed_on)
     chain = [i for i, node in enumerate(tasks.nodes) if node in on_chain]
-    link_us, kernels_us = _communication_us(backward, device), tasks.block.compute_us
     many_us = least_of_many_us(tasks.block, chain)
-    longest_us = max(least_us(_only(tasks.block, chain)), link_us, many_us)
-    return (longest_us - kernels_us) / link_us
+    return max(least_us(_only(tasks.block, chain)), tasks.block.link_us, many_us)
 
 
 def _only(block: Block, wanted: Sequence[int]) -> Block:
@@ -261,21 +244,6 @@ def _only(block: Block, wanted: Sequence[int]) -> Block:
             for task in tasks
         )
     )
-
-
-def _gap(blocking: CompiledProgram, graph: Graph, device: Hardware) -> Gap:
-    """Compare the backward ``graph`` with the exact program in the same memory."""
-    given = block_of(blocking).partitioned.backward
-    assert given is not None
-    block, limit_bytes = graph_tasks(given, (), device).block, backward_peak_bytes(graph, ())
-    begun_s = time.process_time()
-    list_schedule(block, limit_bytes)
-    scheduled_s = time.process_time()
-    best = exact_schedule(block, limit_bytes, most_states=1_000)
-    ended_s = time.process_time()
-    least_us = simulate(block, best.order).time_us if best.proven else best.least_us
-    longer = elapsed_us(graph, RANKS, device) / least_us - 1
-    return Gap(longer, best.proven, scheduled_s - begun_s, ended_s - scheduled_s)
 
 
 def print_half_batches(name: str) -> None:
@@ -350,11 +318,6 @@ def _hidden_text(row: Row) -> str:
     return f"{time_text(row.recompute_us)} | {hidden}"
 
 
-def _gap_text(gap: Gap) -> str:
-    most = "" if gap.proven else "at most "
-    return f"{most}{gap.longer:.1%}, {gap.schedule_s:.2f} s, {gap.exact_s:.2f} s"
-
-
 def _print_head(*columns: str) -> None:
     print(f"| {' | '.join(columns)} |")
     print(f"|{' --- |' * len(columns)}")
@@ -365,7 +328,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--recompute", nargs="+", choices=POLICIES, default=POLICIES)
-    parser.add_argument("--exact", action="store_true", help="compare with the exact program")
     parser.add_argument("--half-batches", action="store_true", help="compare with half batches")
     parser.add_argument("--steps", action="store_true", help="compare the times of steps")
     options = parser.parse_args()
@@ -382,16 +344,15 @@ def main() -> None:
         for name in options.models:
             print_half_backwards(name, options.recompute)
         return
-    figures = "exposed", "at least", "alone", "peak, without", "recompute", "hidden", "longer"
+    figures = "exposed", "at least", "alone", "peak, without", "recompute", "hidden"
     _print_head("model", "recompute", "communication", *figures)
     for name in options.models:
-        for row in rows(name, options.recompute, options.exact):
-            gap = "" if row.gap is None else _gap_text(row.gap)
+        for row in rows(name, options.recompute):
             alone = f"{row.alone:.1%}" if row.in_a_row else ""
             print(
                 f"| {row.model} | {row.recompute} | {row.share:.0%} | {row.exposed:.1%} "
                 f"| {row.least:.1%} | {alone} | {bytes_text(row.peak_bytes)}, "
-                f"{bytes_text(row.blocking_bytes)} | {_hidden_text(row)} | {gap} |",
+                f"{bytes_text(row.blocking_bytes)} | {_hidden_text(row)} |",
                 flush=True,
             )
 

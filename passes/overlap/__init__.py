@@ -106,10 +106,8 @@ def overlap_collectives(
         best = backward if ahead is None else ahead.ordered
         split = hand_over(parts, alone, best, room)
     looks_ahead = ahead.functions() if ahead is not None and split is None else None
-    # If other functions replace it in a step, the plain backward is not worth a longer search.
-    if thorough and looks_ahead is None and split is None:
-        backward = alone.scheduled(room_bytes, thorough=True)
-    backward_graph = backward.graph()
+    # Also if other functions replace it in a step: checkpoints and FSDP2 run it alone.
+    backward_graph = alone.scheduled(room_bytes, thorough=thorough).graph()
     return replace(parts, backward=backward_graph, loss=loss, split=split, ahead=looks_ahead)
 
 

@@ -34,8 +34,9 @@ _WORTH_HIDING = 0.1
 # walk is more than linear in them, so a model that is one long region gets only the timed walks.
 _TASKS_WALKED, _PATIENCE, _MOST_TASKS = 20_000, 50, 400
 # More effort for the one order that will run than for each of the many it was compared with, and
-# tasks in all orders in which single tasks were moved: at most about 0.2 s for a block.
-_THOROUGH, _TASKS_MOVED = 4, 1_600_000
+# tasks in all orders in which single tasks were moved: at most about 0.2 s for a block, and none if
+# less than this share of the time could be gained.
+_THOROUGH, _TASKS_MOVED, _WORTH_MOVING = 4, 1_600_000, 0.001
 _ROUNDING = 1e-6  # of sums of the same times in another order
 
 
@@ -101,7 +102,8 @@ class ListSchedule:
         walks = [compared, self._tidied(longer.order, limit_bytes)]
         walk = min(filter(fits, walks), key=self._time_us)
         known = [walk, *filter(fits, [range(len(block.tasks))])]
-        moved = improved(block, limit_bytes, known, self._enough_us, _TASKS_MOVED)
+        enough_us = (1 + _WORTH_MOVING) * self.least_us
+        moved = improved(block, limit_bytes, known, enough_us, _TASKS_MOVED)
         return min(self._tidied(moved, limit_bytes), walk, key=self._time_us)
 
     @property

@@ -21,20 +21,25 @@ def improved(
     bound_us: float,
     tasks_simulated: int,
 ) -> list[int]:
-    """Return an order that costs at most as much as the best of ``orders``.
+    """Return an order that takes at most ``bound_us``, or costs at most as much as the best of
+    ``orders`` (:func:`~sp_compiler.solve.schedule_walk.cost_us`).
 
     The result is the same for the same arguments, on every rank.
 
     Args:
         limit_bytes: limit for :func:`peak_bytes`, which ``orders`` keep to.
-        bound_us: a time below which there is no order: one that takes no longer ends the search.
+        bound_us: an order that takes no longer ends the search.
         tasks_simulated: effort; half of it is divided among ``orders``, with the rest the search
             goes on from the best result.
     """
     search = _Search(block, limit_bytes, bound_us)
     moves = tasks_simulated // max(1, len(block.tasks)) // 2
+    found = []
     # Poor orders, too: what the best one lacks may be too many moves away from it.
-    found = [search.improved(list(order), moves // len(orders)) for order in orders]
+    for order in orders:
+        found.append(search.improved(list(order), moves // len(orders)))
+        if search.is_enough(found[-1]):
+            return found[-1]
     return search.improved(min(found, key=search.cost_us), moves)
 
 
@@ -56,11 +61,15 @@ class _Search:
         """Return what orders are compared by."""
         return cost_us(self._time_us(order, 1.0), self._time_us(order, SLOW_LINK))
 
+    def is_enough(self, order: Sequence[int]) -> bool:
+        """Return whether ``order`` takes no longer than the time that ends the search."""
+        return self._time_us(order, 1.0) <= self._bound_us
+
     def improved(self, order: list[int], moves: int) -> list[int]:
         """Return the result of so many attempts to move a task of ``order``."""
-        least_us = self.cost_us(order)
-        if self._time_us(order, 1.0) <= self._bound_us:
+        if self.is_enough(order):
             return order
+        least_us = self.cost_us(order)
         for _ in range(moves):
             moved = self._moved(order)
             if moved is None:

@@ -34,8 +34,8 @@ _WORTH_HIDING = 0.1
 # walk is more than linear in them, so a model that is one long region gets only the timed walks.
 _TASKS_WALKED, _PATIENCE, _MOST_TASKS = 20_000, 50, 400
 # More effort for the one order that will run than for each of the many it was compared with, and
-# tasks in all orders in which single tasks were moved: at most about 0.2 s for a block, and none if
-# less than this share of the time could be gained.
+# tasks in all orders in which single tasks were moved: at most about 0.2 s for a block. A smaller
+# share of the time than the last is not worth that.
 _THOROUGH, _TASKS_MOVED, _WORTH_MOVING = 4, 1_600_000, 0.001
 _ROUNDING = 1e-6  # of sums of the same times in another order
 
@@ -104,7 +104,9 @@ class ListSchedule:
         known = [walk, *filter(fits, [range(len(block.tasks))])]
         enough_us = (1 + _WORTH_MOVING) * self.least_us
         moved = improved(block, limit_bytes, known, enough_us, _TASKS_MOVED)
-        return min(self._tidied(moved, limit_bytes), walk, key=self._time_us)
+        # It may take more memory than the walk, up to the limit.
+        is_worth = self._time_us(moved) < (1 - _WORTH_MOVING) * self._time_us(walk)
+        return self._tidied(moved, limit_bytes) if is_worth else walk
 
     @property
     def _is_worth_searching(self) -> bool:

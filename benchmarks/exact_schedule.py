@@ -44,9 +44,12 @@ def exact_schedule(
 ) -> Exact:
     """Return the shortest order of ``block`` whose peak is at most ``limit_bytes``.
 
+    While a task of ``block`` runs, it takes no less than what it makes; but for a first one that
+    all others need.
+
     Args:
         limit_bytes: at least what ``known`` takes.
-        known: some order, from which the search starts.
+        known: some order, which the solver is told.
         seconds: after so long the search gives up; the bound stays true.
         workers: threads of the solver.
         ticks_per_us: the solver's times are integers. Finer ones make the bound better and, in
@@ -60,11 +63,11 @@ def exact_schedule(
     solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = workers
     solver.parameters.relative_gap_limit = _PROVEN / 2  # the rest is for the additional ticks
-    solver.parameters.random_seed = 0
     status = solver.solve(program.model)
     order = list(known)
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         order.sort(key=lambda position: solver.value(program.begins[position]))
+        order = min(order, list(known), key=lambda order: simulate(block, order).time_us)
     # Every task takes up to two ticks more than in the block.
     bound_us = max(bound_us, (solver.best_objective_bound - 2 * len(order)) / ticks_per_us)
     return Exact(order, bound_us, simulate(block, order).time_us <= bound_us * (1 + _PROVEN))
@@ -96,7 +99,7 @@ class _Program:
             for needed in task.needs:
                 self.model.add(self.begins[position] >= self._ends[needed])
         for place, position in enumerate(known):
-            hint = round(timeline.start_us[position] * self._ticks_per_us) + place
+            hint = self._ticks(timeline.start_us[position]) + 2 * place
             self.model.add_hint(self.begins[position], hint)
 
     def _time(self, name: str) -> cp_model.IntVar:

@@ -34,7 +34,7 @@ _WORTH_HIDING = 0.1
 # walk is more than linear in them, so a model that is one long region gets only the timed walks.
 _TASKS_WALKED, _PATIENCE, _MOST_TASKS = 20_000, 50, 400
 # More effort for the one order that will run than for each of the many it was compared with, and
-# tasks in all orders in which single tasks were moved: at most about 0.2 s for a block. A smaller
+# tasks in all orders in which single tasks were moved: at most about 0.3 s for a block. A smaller
 # share of the time than the last is not worth that.
 _THOROUGH, _TASKS_MOVED, _WORTH_MOVING = 4, 1_600_000, 0.001
 _ROUNDING = 1e-6  # of sums of the same times in another order
@@ -73,9 +73,8 @@ class ListSchedule:
         return self._best_of_first(max(limit_bytes, self.block.given_bytes)).time_us
 
     def order(self, limit_bytes: int, *, thorough: bool = False) -> list[int]:
-        """Return the order of :func:`list_schedule`; ``thorough``: the result of a longer search
-        from there on, which is no slower and keeps to the limit, or to that order's peak if it is
-        larger."""
+        """Return the order of :func:`list_schedule`; ``thorough``: the result of a longer search,
+        which is no slower and keeps to the limit, or to that order's peak if it is larger."""
         key = limit_bytes if thorough else max(limit_bytes, self.block.given_bytes), thorough
         if key not in self._orders:
             find = self._thorough_order if thorough else self._compared_order
@@ -104,7 +103,7 @@ class ListSchedule:
         known = [walk, *filter(fits, [range(len(block.tasks))])]
         enough_us = (1 + _WORTH_MOVING) * self.least_us
         moved = improved(block, limit_bytes, known, enough_us, _TASKS_MOVED)
-        # It may take more memory than the walk, up to the limit.
+        # It may take more memory than the walk, up to the limit, or more time on a fast link.
         is_worth = self._time_us(moved) < (1 - _WORTH_MOVING) * self._time_us(walk)
         return self._tidied(moved, limit_bytes) if is_worth else walk
 
@@ -268,7 +267,7 @@ def _climb(block: Block, limit_bytes: int, best: Walked, bound_us: float, effort
         ranks, latest_us = list(best.priorities.ranks), dict(best.priorities.latest_us)
         for _ in range(1 + int(draw() * 4)):
             ranks[int(draw() * tasks)] = ranks[int(draw() * tasks)] + draw() - 0.5
-        if draw() < 0.5:
+        if starts and draw() < 0.5:
             start = starts[int(draw() * len(starts))]
             latest_us[start] = draw() * best.time_us if draw() < 0.5 else 0.0
         changed = replace(best.priorities, ranks=tuple(ranks), latest_us=latest_us)

@@ -7,6 +7,9 @@ weights would differ, and so would the scale of each rank::
     stage 0         stage 1         stage 2
     grads inf  <──  grads inf       grads finite
     skips           skips           steps: here it skips too
+
+Several optimizers of a pipeline skip a step together, as in Megatron-Core: which of them belong
+together cannot be told from one stage, which may have parameters of only some.
 """
 
 from __future__ import annotations
@@ -14,8 +17,9 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -25,8 +29,9 @@ from torch.optim import Optimizer
 from sp_compiler.grid.gradient_norm import communication_device
 from sp_compiler.grid.watched_group import watched
 
+_CHECK = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 _Found = dict[torch.device, Tensor]
-"""Device to a number that is not 0 if a gradient on it is infinite or NaN."""
+"""By device, a number that is not 0 if a gradient on it is infinite or NaN."""
 
 
 class _Pipeline(Protocol):
@@ -52,33 +57,65 @@ def _patch_scalers() -> None:
     # Both ways of a scaler to a step, through unscale_() and of a fused optimizer, call it once for
     # each optimizer. The operator it calls for each dtype will not do: stages differ in dtypes.
     unscale = torch.amp.GradScaler._unscale_grads_
+    decided = WeakKeyDictionary[torch.amp.GradScaler, _Decided]()
 
     @functools.wraps(unscale)
     def unscale_on_all_stages(
         scaler: torch.amp.GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any
     ) -> _Found:
         found = unscale(scaler, optimizer, *args, **kwargs)
-        own = [value for group in optimizer.param_groups for value in group["params"]]
-        ids = set(map(id, own))
+        own = {id(value) for group in optimizer.param_groups for value in group["params"]}
         for pipeline in list(_PIPELINES.values()):
-            if any(id(parameter) in ids for parameter in pipeline.parameters()):
-                grads = [value.grad for value in own if value.grad is not None]
-                _share(found, grads, pipeline.pp_group)
+            parameters = list(pipeline.parameters())
+            if own.isdisjoint(map(id, parameters)):
+                continue
+            # What update() replaces, so that it stands for the step.
+            step = scaler._per_optimizer_states
+            if scaler not in decided or decided[scaler].step is not step:
+                decided[scaler] = _Decided(step)
+            largest = decided[scaler].largest
+            if pipeline not in largest:
+                others = [value for value in parameters if id(value) not in own]
+                largest[pipeline] = _largest(found, others, pipeline.pp_group)
+            _raise_to(found, largest[pipeline])
         return found
 
     torch.amp.GradScaler._unscale_grads_ = unscale_on_all_stages  # type: ignore[method-assign, assignment]
 
 
-def _share(found: _Found, grads: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Replace the numbers in ``found`` by their maximum over the ranks of ``group``."""
-    device = communication_device(grads)
-    # A stage without gradients, whose parameters are frozen, takes part too; without a number,
-    # which torch requires of every step, it would raise an error.
+@dataclass(frozen=True)
+class _Decided:
+    """Which pipelines skip a step: a number that is not 0 if they do."""
+
+    step: object
+    largest: WeakKeyDictionary[_Pipeline, Tensor] = field(default_factory=WeakKeyDictionary)
+
+
+def _largest(found: _Found, others: Sequence[Tensor], group: dist.ProcessGroup) -> Tensor:
+    """Return the maximum of the numbers ``found``, and whether a gradient of ``others`` is
+    infinite, over the ranks of ``group``."""
+    grads = [value.grad for value in others if value.grad is not None]
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for grad in grads:
+        by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
+    device = communication_device([*grads, *found.values()])
+    # A stage without gradients, whose parameters are frozen, takes part too.
     largest = torch.zeros((), dtype=torch.float32, device=device)
+    for (of_grads, _), same in by_kind.items():
+        number, one = torch.zeros((), device=of_grads), torch.ones((), device=of_grads)
+        _CHECK(same, number, one)
+        largest = torch.maximum(largest, number.to(device))
     for number in found.values():
         largest = torch.maximum(largest, number.to(device))
     if dist.get_world_size(group) > 1:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=watched(group))
+    return largest
+
+
+def _raise_to(found: _Found, largest: Tensor) -> None:
+    """Set the numbers of an optimizer to ``largest``."""
     for number in found.values():
         number.copy_(largest)
-    found.setdefault(device, largest)
+    # Without a number, which torch requires of every step, a stage without gradients would raise an
+    # error.
+    found.setdefault(largest.device, largest.clone())

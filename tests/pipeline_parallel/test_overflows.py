@@ -13,7 +13,23 @@ import sp_compiler
 from tests.helpers.rehearsal import run_rehearsed
 from tests.models import zoo
 
-_OPTIMIZERS: dict[str, dict[str, Any]] = {"torch": {}, "fused": {"fused": True}}
+
+def _one(weights: list[Any]) -> list[Any]:
+    return [torch.optim.AdamW(weights)]
+
+
+def _fused(weights: list[Any]) -> list[Any]:
+    return [torch.optim.AdamW(weights, fused=True)]
+
+
+def _several(weights: list[Any]) -> list[Any]:
+    """One for most weights of both stages, and one that only the second stage has."""
+    if dist.get_rank() == 0:
+        return _one(weights)
+    return [*_one(weights[:-1]), *_one(weights[-1:])]
+
+
+_OPTIMIZERS = {"torch": _one, "fused": _fused, "several": _several}
 
 
 def _steps() -> list[tuple[str, float, float]]:
@@ -29,8 +45,8 @@ def _steps() -> list[tuple[str, float, float]]:
         example_inputs=((), inputs),
         microbatches=2,
     )
-    for name, options in _OPTIMIZERS.items():
-        optimizer = torch.optim.AdamW(pipeline.parameters(), **options)
+    for name, made in _OPTIMIZERS.items():
+        optimizers = made(list(pipeline.parameters()))
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         scaler.scale(torch.ones(()))
         for kind in ("finite", "infinite", "none"):
@@ -42,7 +58,8 @@ def _steps() -> list[tuple[str, float, float]]:
                 weights[-1].grad.fill_(float("inf"))
             if kind == "none" and dist.get_rank() == 0:
                 pipeline.module.zero_grad()
-            scaler.step(optimizer)
+            for optimizer in optimizers:
+                scaler.step(optimizer)
             scaler.update()
             moved = (weights[0] - before).abs().max().item()
             results.append((f"{name}, {kind}", scaler.get_scale(), moved))

@@ -18,6 +18,7 @@ import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -29,7 +30,6 @@ from torch.optim import Optimizer
 from sp_compiler.grid.gradient_norm import communication_device
 from sp_compiler.grid.watched_group import watched
 
-_CHECK = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 _Found = dict[torch.device, Tensor]
 """By device, a number that is not 0 if a gradient on it is infinite or NaN."""
 
@@ -61,9 +61,13 @@ def _patch_scalers() -> None:
 
     @functools.wraps(unscale)
     def unscale_on_all_stages(
-        scaler: torch.amp.GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any
+        scaler: torch.amp.GradScaler,
+        optimizer: Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
     ) -> _Found:
-        found = unscale(scaler, optimizer, *args, **kwargs)
+        found = unscale(scaler, optimizer, inv_scale, found_inf, allow_fp16)
         own = {id(value) for group in optimizer.param_groups for value in group["params"]}
         for pipeline in list(_PIPELINES.values()):
             parameters = list(pipeline.parameters())
@@ -76,7 +80,14 @@ def _patch_scalers() -> None:
             largest = decided[scaler].largest
             if pipeline not in largest:
                 others = [value for value in parameters if id(value) not in own]
-                largest[pipeline] = _largest(found, others, pipeline.pp_group)
+                # Of an optimizer it reads the parameters alone; their gradients stay as they are.
+                rest: Any = SimpleNamespace(param_groups=[{"params": others}])
+                scale, finite = torch.ones_like(inv_scale), torch.zeros_like(found_inf)
+                found_there = unscale(scaler, rest, scale, finite, True)
+                grads = [value.grad for value in parameters if value.grad is not None]
+                numbers = [*found.values(), *found_there.values()]
+                device = communication_device(grads)
+                largest[pipeline] = _largest(numbers, device, pipeline.pp_group)
             _raise_to(found, largest[pipeline])
         return found
 
@@ -91,21 +102,11 @@ class _Decided:
     largest: WeakKeyDictionary[_Pipeline, Tensor] = field(default_factory=WeakKeyDictionary)
 
 
-def _largest(found: _Found, others: Sequence[Tensor], group: dist.ProcessGroup) -> Tensor:
-    """Return the maximum of the numbers ``found``, and whether a gradient of ``others`` is
-    infinite, over the ranks of ``group``."""
-    grads = [value.grad for value in others if value.grad is not None]
-    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for grad in grads:
-        by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
-    device = communication_device([*grads, *found.values()])
+def _largest(numbers: Sequence[Tensor], device: torch.device, group: dist.ProcessGroup) -> Tensor:
+    """Return the maximum of ``numbers`` over the ranks of ``group``, on ``device``."""
     # A stage without gradients, whose parameters are frozen, takes part too.
     largest = torch.zeros((), dtype=torch.float32, device=device)
-    for (of_grads, _), same in by_kind.items():
-        number, one = torch.zeros((), device=of_grads), torch.ones((), device=of_grads)
-        _CHECK(same, number, one)
-        largest = torch.maximum(largest, number.to(device))
-    for number in found.values():
+    for number in numbers:
         largest = torch.maximum(largest, number.to(device))
     if dist.get_world_size(group) > 1:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=watched(group))

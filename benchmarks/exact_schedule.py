@@ -113,14 +113,10 @@ class _Program:
         # One tick more than it takes: tasks that take no time have an order, too.
         least = self._ticks(self._block.times_us[position]) + 1
         begin, end = self.begins[position], self._ends[position]
-        if not self._blocks(position):
+        if not self._block.blocks(position):
             self.model.add(end == begin + least)
         size = self.model.new_int_var(least, self._most, f"size_{position}")
         return self.model.new_interval_var(begin, size, end, f"run_{position}")
-
-    def _blocks(self, position: int) -> bool:
-        """Return whether a task keeps the compute stream until its collective is complete."""
-        return self._block.communicates(position) and position not in self._block.wait_of
 
     def _add_link(self) -> None:
         """Collectives run on the link one after another, in the order of their starts."""
@@ -134,7 +130,7 @@ class _Program:
         for i in sent:
             model.add(leaves[i] >= self.begins[i])
             model.add(total >= arrives[i])
-            if self._blocks(i):
+            if block.blocks(i):
                 model.add(self._ends[i] >= arrives[i] + self._ticks(block.times_us[i]))
             else:
                 model.add(self.begins[block.wait_of[i]] >= arrives[i])

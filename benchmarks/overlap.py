@@ -318,7 +318,8 @@ def _hidden_text(row: Row) -> str:
     return f"{time_text(row.recompute_us)} | {hidden}"
 
 
-def _print_head(*columns: str) -> None:
+def print_head(*columns: str) -> None:
+    """Print the first two lines of a table in Markdown."""
     print(f"| {' | '.join(columns)} |")
     print(f"|{' --- |' * len(columns)}")
 
@@ -332,20 +333,20 @@ def main() -> None:
     parser.add_argument("--steps", action="store_true", help="compare the times of steps")
     options = parser.parse_args()
     if options.steps:
-        _print_head("model", "recompute", "step", "kept", "peak")
+        print_head("model", "recompute", "step", "kept", "peak")
         for name in options.models:
             print_steps(name)
         return
     if options.half_batches:
-        _print_head("model", "communication", "full batch, ms", "peak", "half batches, ms", "peak")
+        print_head("model", "communication", "full batch, ms", "peak", "half batches, ms", "peak")
         for name in options.models:
             print_half_batches(name)
-        _print_head("model", "recompute", *(f"{share:.0%}" for share in SHARES))
+        print_head("model", "recompute", *(f"{share:.0%}" for share in SHARES))
         for name in options.models:
             print_half_backwards(name, options.recompute)
         return
     figures = "exposed", "at least", "alone", "peak, without", "recompute", "hidden"
-    _print_head("model", "recompute", "communication", *figures)
+    print_head("model", "recompute", "communication", *figures)
     for name in options.models:
         for row in rows(name, options.recompute):
             alone = f"{row.alone:.1%}" if row.in_a_row else ""

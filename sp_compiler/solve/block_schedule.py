@@ -81,6 +81,11 @@ class Block:
         # On a link without latency a collective of no bytes, or at infinite bandwidth, takes 0 us.
         return self.tasks[position].link_us > 0 or position in self.wait_of
 
+    def blocks(self, position: int) -> bool:
+        """Return whether a task is a collective that the compute stream waits for where it
+        starts."""
+        return self.communicates(position) and position not in self.wait_of
+
     @cached_property
     def on_link(self) -> tuple[bool, ...]:
         """Whether a task is a collective, or the start of one or the wait for it, by its

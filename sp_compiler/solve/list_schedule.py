@@ -86,13 +86,13 @@ class ListSchedule:
 
     def _thorough_order(self, limit_bytes: int) -> list[int]:
         block, compared = self.block, self.order(limit_bytes)
+        if not self._is_worth_searching:
+            return compared
         best = self._best_compared(max(limit_bytes, block.given_bytes))
         # Budgets rely on the peak of this order, which may be below that of the given one.
         limit_bytes = max(limit_bytes, peak_bytes(block, compared))
         searched_bytes = max(limit_bytes, peak_bytes(self._walked, best.order))
         longer = self._improved(best, searched_bytes, _THOROUGH)
-        if not self._is_worth_searching:
-            return compared
 
         def fits(order: Sequence[int]) -> bool:
             return peak_bytes(block, order) <= limit_bytes

@@ -54,9 +54,7 @@ class _Search:
         tasks = range(len(block.tasks))
         self._start_of = [block.starts_of.get(position) for position in tasks]
         self._link_us = [task.link_us for task in block.tasks]
-        self._blocks = [
-            block.communicates(position) and position not in block.wait_of for position in tasks
-        ]
+        self._blocks = [block.blocks(position) for position in tasks]
         self._reaches = [1 << bit for bit in range(len(tasks).bit_length())]
         # Seeded, because every rank has to find the same order; random() is the one method that
         # gives the same numbers in all versions of Python.

@@ -2,13 +2,13 @@
 
     python -m benchmarks.overlap_mindspeed [--models GPT Llama Mixtral]
 
-MindSpeed's pipeline (RiPipe, docs/features/ripipe.md of Ascend/MindSpeed) makes the recomputation
-of a microbatch a separate action, which waits for no gradient. *In advance*: every stage except the
-end of the model recomputes its forward before the gradient arrives. *In bubble*: as many
-microbatches as there are stages keep everything, and the others recompute in bubbles; here that
-takes no time at all, its best case. In its layers every collective is exposed or, in the second
-column of times, overlaps as in our schedule: then the only difference is what is recomputed, and
-when.
+MindSpeed's pipeline (RiPipe, mindspeed/core/pipeline_parallel/ripipe_schedules.py of
+Ascend/MindSpeed) makes the recomputation of a microbatch a separate action, which waits for no
+gradient. *In advance*: every stage except the end of the model recomputes its forward before the
+gradient arrives. *In bubble*: a rank that would hold more microbatches than the pipeline has
+stages recomputes those in excess; the others keep everything. In its layers every collective is
+exposed or, in the second column of times, overlaps as in our schedule: then the only difference is
+what is recomputed, and when.
 
 Ours is the fastest plan that takes no more memory: any policy or ``recompute="auto"`` at several
 budgets; some microbatches may use one of them and the others another, as with ``recompute_rest=``;
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -41,6 +41,7 @@ from sp_compiler.cost.step_memory import step_memory
 from sp_compiler.grid_plan.timetable import StageTimes, finish_us
 from sp_compiler.pipeline_parallel.schedules import (
     BACKWARD_WEIGHTS,
+    FORWARD,
     FULL_BACKWARD,
     Action,
     most_in_flight,
@@ -50,6 +51,8 @@ from sp_compiler.planning.planned_program import PlannedProgram
 
 PIPELINE, PER_RANK, MICROBATCHES = 4, 2, 16
 STAGES = PIPELINE * PER_RANK
+# In the simulator, the action that needs nothing of another stage is a backward for weights.
+RECOMPUTATION = BACKWARD_WEIGHTS
 # Fractions of the additional bytes that "none" keeps over "full", for the budgets that ours tries.
 BUDGETS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8)
 
@@ -105,9 +108,68 @@ def orders() -> list[list[Action]]:
     return schedule.orders(PIPELINE, per_rank, MICROBATCHES)
 
 
-def in_flight() -> int:
-    """Return the most microbatches that the first rank holds, of its stages together."""
-    (most,) = most_in_flight([[each._replace(stage=0) for each in orders()[0]]], 1)
+def in_advance(rank: int) -> list[Action]:
+    """Return the order of ``rank`` with a recomputation before every backward."""
+    return with_recomputations(orders()[rank], backwards(orders()[rank]))
+
+
+def in_bubble(rank: int) -> list[Action]:
+    """Return the order of ``rank`` with the recomputations of *in bubble*.
+
+    A microbatch whose backward alternates with forwards is recomputed just before it. Those whose
+    backward comes later are recomputed early, while the rank waits for gradients: one before the
+    first of these backwards, and one after each of the next.
+    """
+    order, recomputed = orders()[rank], recomputed_in_bubble(rank)
+    last_forward = max(place for place, action in enumerate(order) if action.kind is FORWARD)
+    alternating, draining = order[: last_forward + 2], order[last_forward + 2 :]
+    found = with_recomputations(alternating, recomputed)
+    early = [action._replace(kind=RECOMPUTATION) for action in draining if action in recomputed]
+    for place, action in enumerate(draining):
+        found += [*early[place : place + 1], action]
+    return found
+
+
+def with_recomputations(order: list[Action], recomputed: Collection[Action]) -> list[Action]:
+    """Return ``order`` with a recomputation just before each of these backwards."""
+    found: list[Action] = []
+    for action in order:
+        if action in recomputed:
+            found.append(action._replace(kind=RECOMPUTATION))
+        found.append(action)
+    return found
+
+
+def backwards(order: list[Action]) -> set[Action]:
+    return {action for action in order if action.kind is FULL_BACKWARD}
+
+
+def recomputed_in_bubble(rank: int) -> set[Action]:
+    """Return the backwards of ``rank`` that need a recomputation.
+
+    Forwards come in groups: a round of microbatches through the first stage of the rank, then
+    through the next. The first group keeps everything. Of the second, as many recompute as would be
+    in flight beyond one group. After that only the first stage does: those microbatches of a round
+    that are in flight together with the next round, and the very last one.
+    """
+    forwards = [action for action in orders()[rank] if action.kind is FORWARD]
+    group = PIPELINE * PER_RANK
+    excess = in_flight(rank) - group
+    if excess <= 0:
+        return set()
+    last_round = len(forwards) // group - 1
+    # MindSpeed treats three rounds and fewer apart.
+    assert last_round > 2
+    recomputed = forwards[group : group + excess]
+    for number in range(2, last_round + 1):
+        first_stage = forwards[number * group : number * group + PIPELINE]
+        recomputed += first_stage[1 + 2 * rank :] if number < last_round else first_stage[-1:]
+    return {action._replace(kind=FULL_BACKWARD) for action in recomputed}
+
+
+def in_flight(rank: int) -> int:
+    """Return the most microbatches that ``rank`` holds, of its stages together."""
+    (most,) = most_in_flight([[each._replace(stage=0) for each in orders()[rank]]], 1)
     return most
 
 
@@ -121,40 +183,60 @@ def step_us(stage: Stage, rest: Stage | None = None, saving: Collection[int] = (
     return max(finish_us(orders(), [times] * STAGES))
 
 
-def most_bytes(stage: Stage, rest: Stage, saving: Collection[int]) -> int:
+def bytes_of(stage: Stage, rest: Stage, saving: Collection[int]) -> int:
     """Return the most that the first rank holds, which has most microbatches in flight."""
-    now_bytes = most = 0
-    for action in orders()[0]:
-        own = stage if action.microbatch in saving else rest
-        now_bytes += own.kept_bytes * (action.starts - action.ends)
-        most = max(most, now_bytes)
-    return most + max(stage.working_bytes, rest.working_bytes)
+    kept_bytes = {
+        action: (stage if action.microbatch in saving else rest).kept_bytes
+        for action in orders()[0]
+    }
+    return most_bytes(orders()[0], kept_bytes) + max(stage.working_bytes, rest.working_bytes)
 
 
-def step_in_advance_us(stage: Stage) -> float:
-    """Return the time of a step whose stages run their forward again before the gradient is there;
-    the last layer of the model does not."""
-    again_us = [stage.forward_us] * (STAGES - 1) + [stage.forward_us * (LAYERS - 1) / LAYERS]
-    # In the simulator, what needs nothing of another stage is a backward for weights.
-    times = [StageTimes(stage.forward_us, stage.backward_us, split_us=(0, us)) for us in again_us]
-    with_recomputation: list[list[Action]] = []
-    for order in orders():
-        with_recomputation.append([])
+def mindspeed_bytes(
+    stage: Stage, input_bytes: int, with_recomputation: Sequence[Sequence[Action]]
+) -> int:
+    """Return the most that any rank keeps; microbatches are whole again once recomputed."""
+    most = 0
+    for order in with_recomputation:
+        kept_bytes = dict.fromkeys(order, stage.kept_bytes)
         for action in order:
-            if action.kind is FULL_BACKWARD:
-                with_recomputation[-1].append(action._replace(kind=BACKWARD_WEIGHTS))
-            with_recomputation[-1].append(action)
+            if action.kind is RECOMPUTATION:
+                kept_bytes[action._replace(kind=FORWARD)] = input_bytes
+        most = max(most, most_bytes(order, kept_bytes))
+    return most
+
+
+def most_bytes(order: Sequence[Action], kept_bytes: Mapping[Action, int]) -> int:
+    """Return the most that a rank holds after any of its actions, which keep ``kept_bytes``."""
+    held_bytes: dict[tuple[int, int], int] = {}
+    most = 0
+    for action in order:
+        held_bytes[action.stage, action.microbatch] = kept_bytes[action]
+        most = max(most, sum(held_bytes.values()))
+        if action.kind is FULL_BACKWARD:
+            del held_bytes[action.stage, action.microbatch]
+    return most
+
+
+def mindspeed_us(stage: Stage, with_recomputation: Sequence[Sequence[Action]]) -> float:
+    """Return the time of a step whose orders have recomputations of a stage's forward; the last
+    layer of the model never needs one."""
+    again_us = [stage.forward_us] * (STAGES - 1) + [stage.forward_us * (LAYERS - 1) / LAYERS]
+    times = [StageTimes(stage.forward_us, stage.backward_us, split_us=(0, us)) for us in again_us]
     return max(finish_us(with_recomputation, times))
 
 
-def ours(name: str, device: Hardware) -> list[Stage]:
-    """Return our layers with several amounts of saved memory."""
+def ours(name: str, device: Hardware, limits_bytes: Sequence[int]) -> list[Stage]:
+    """Return our layers with several amounts of saved memory; with some of them, the microbatches
+    in flight have equal parts of ``limits_bytes``."""
     wishes: dict[str, Any] = {"hardware": device, "tables_apart": True}
     programs = {each: compiled(name, recompute=each, **wishes) for each in POLICIES}
     least, most = (step_memory(programs[each]) for each in ("full", "none"))
     found = [Stage.of(program) for program in programs.values()]
-    for part in BUDGETS:
-        budget = round(least.peak_bytes + part * (most.kept_bytes - least.kept_bytes))
+    more_bytes = [round(part * (most.kept_bytes - least.kept_bytes)) for part in BUDGETS]
+    more_bytes += [limit // in_flight(0) - least.kept_bytes for limit in limits_bytes]
+    for more in more_bytes:
+        budget = least.peak_bytes + max(0, more)
         program = compiled(name, recompute="auto", memory_budget=budget, **wishes)
         found.append(Stage.of(program))
     return found
@@ -162,28 +244,30 @@ def ours(name: str, device: Hardware) -> list[Stage]:
 
 def rows(name: str, device: Hardware) -> Iterator[Row]:
     """Simulate both policies on one link."""
-    number = in_flight()
     wishes: dict[str, Any] = {"hardware": device, "tables_apart": True, "recompute": "none"}
     waiting, overlapped = (Stage.of(compiled(name, overlap=on, **wishes)) for on in (False, True))
-    stages = ours(name, device)
-    # What a layer with nothing but its input keeps.
-    input_bytes = min(stage.kept_bytes for stage in stages)
-    whole = min(number, STAGES)
-    bytes_of = {
-        "in advance": number * input_bytes + waiting.kept_bytes,
-        "in bubble": whole * waiting.kept_bytes + (number - whole) * input_bytes,
+    # What layers keep that recompute everything but their input.
+    inputs = compiled(name, **(wishes | {"recompute": "full"}))
+    input_bytes = Stage.of(inputs).kept_bytes
+    policies = {
+        policy: [order_of(rank) for rank in range(PIPELINE)]
+        for policy, order_of in (("in advance", in_advance), ("in bubble", in_bubble))
     }
-    times_of = {"in advance": step_in_advance_us, "in bubble": step_us}
-    for policy, time_us in times_of.items():
-        num_bytes = bytes_of[policy] + waiting.working_bytes
+    kept_bytes = {
+        policy: mindspeed_bytes(waiting, input_bytes, found) for policy, found in policies.items()
+    }
+    stages = ours(name, device, list(kept_bytes.values()))
+    for policy, with_recomputation in policies.items():
+        num_bytes = kept_bytes[policy] + waiting.working_bytes
         fitting = [
             (step_us(stage, rest, saving), our_bytes)
             for stage, rest in itertools.product(stages, repeat=2)
             for count in range(1, PIPELINE + 1)
             for saving in [[n for n in range(MICROBATCHES) if n % PIPELINE < count]]
-            if (our_bytes := most_bytes(stage, rest, saving)) <= num_bytes
+            if (our_bytes := bytes_of(stage, rest, saving)) <= num_bytes
         ]
-        yield Row(policy, num_bytes, time_us(waiting), time_us(overlapped), *min(fitting))
+        times_us = (mindspeed_us(each, with_recomputation) for each in (waiting, overlapped))
+        yield Row(policy, num_bytes, *times_us, *min(fitting))
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch.fx import Graph, Node
@@ -19,13 +19,16 @@ _OPERATORS: dict[type[ast.AST], Any] = {
         *(("BitAnd", "and_"), ("BitOr", "or_"), ("Invert", "invert")),
     )
 }
+_MODULES = {"torch.nn.functional": "F"}  # other modules have their own names
 
 
 def code_graphs(source: str) -> dict[str, Graph]:
     """Return the graph of each function of ``source``: by ``"Class.function"`` in a class, by its
     name outside, where an edit may put functions that others call.
 
-    Nothing is executed. Values have the names of the text, and no shapes.
+    Whatever else an edit may put there, such as other imports or the attributes of a class, are
+    nodes of the graphs ``"(module)"`` and ``"Class.(class)"``. Nothing is executed. Values have the
+    names of the text, and no shapes.
 
     Raises:
         ArgumentError: the text is not Python, or has no functions.
@@ -40,7 +43,8 @@ def code_graphs(source: str) -> dict[str, Graph]:
         raise ArgumentError(
             f"cannot compare the text {source[:40]!r}: expected generated code, such as module.code"
         )
-    return graphs
+    others = {name: _Function(aliases).read_others(parts) for name, parts in _others(module)}
+    return graphs | {name: graph for name, graph in others.items() if len(graph.nodes)}
 
 
 def _functions(module: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
@@ -51,6 +55,35 @@ def _functions(module: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
         elif isinstance(each, ast.ClassDef):
             functions = (part for part in each.body if isinstance(part, ast.FunctionDef))
             yield from ((f"{each.name}.{function.name}", function) for function in functions)
+
+
+def _others(module: ast.Module) -> Iterator[tuple[str, Sequence[ast.AST]]]:
+    """What is neither a function nor in all generated code, with the names of its graphs."""
+    outside: list[ast.AST] = []
+    for each in module.body:
+        if isinstance(each, ast.ClassDef):
+            inside = [part for part in each.body if not isinstance(part, ast.FunctionDef)]
+            head = (*each.decorator_list, *each.bases, *each.keywords)
+            yield f"{each.name}.(class)", (*head, *inside)
+        elif not isinstance(each, ast.FunctionDef) and not _names_usually(each):
+            outside.append(each)
+    yield "(module)", outside
+
+
+def _names_usually(statement: ast.stmt) -> bool:
+    """Return whether ``statement`` binds a name to an operator, which calls of it show, or a name
+    to the module that it has in all generated code."""
+    match statement:
+        case ast.Import(names=names):
+            return all(each.asname in {None, _MODULES.get(each.name)} for each in names)
+        case ast.Assign(targets=[ast.Name()], value=value):
+            return not any(isinstance(part, ast.Call) for part in ast.walk(value))
+    return False
+
+
+def _is_comment(part: ast.AST) -> bool:
+    """Return whether ``part`` is a docstring, or another constant that nothing reads."""
+    return isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant)
 
 
 def _aliases(module: ast.Module) -> Iterator[tuple[str, str]]:
@@ -82,8 +115,19 @@ class _Function:
 
     def read(self, function: ast.FunctionDef) -> Graph:
         self._read_parameters(function.args)
+        for decorator in map(ast.unparse, function.decorator_list):
+            # Generated functions are called through their classes, where it makes no difference.
+            if decorator != "staticmethod":
+                self._call(_Callable(f"@{decorator}"), ())
         for statement in function.body:
             self._read_statement(statement)
+        return self._graph
+
+    def read_others(self, parts: Sequence[ast.AST]) -> Graph:
+        """Return a graph with a node for the text of each part."""
+        for part in parts:
+            if not isinstance(part, ast.Pass) and not _is_comment(part):
+                self._opaque(part)
         return self._graph
 
     def _read_parameters(self, given: ast.arguments) -> None:
@@ -101,7 +145,9 @@ class _Function:
     def _read_statement(self, statement: ast.stmt) -> None:
         match statement:
             # The place where a value is freed does not affect what is computed.
-            case ast.Delete() | ast.Pass() | ast.Expr(value=ast.Constant()):
+            case ast.Delete() | ast.Pass():
+                pass
+            case _ if _is_comment(statement):
                 pass
             case ast.Assign(targets=[target], value=value):
                 self._assign(target, self._read(value, _name_of(target)))

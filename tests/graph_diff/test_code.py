@@ -112,6 +112,42 @@ def test_an_edit_of_what_is_called_by_a_name_of_the_text(old: str, new: str, cha
     assert [section.name for section in result.sections] == [changed]
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "changed", "text"),
+    [
+        ("import torch\n", "import torch.fx as torch\n", "(module)", "import torch.fx as torch"),
+        ("\n\nclass", "\n\ntorch.manual_seed(0)\n\nclass", "(module)", "torch.manual_seed(0)"),
+        (
+            "\n\nclass",
+            "\n\nx = torch.manual_seed(0)\n\nclass",
+            "(module)",
+            "x = torch.manual_seed(0)",
+        ),
+        ("class Block:\n", "class Block:\n    factor = 2.0\n", "Block.(class)", "factor = 2.0"),
+        ("class Block:", "class Block(Layer):", "Block.(class)", "Layer"),
+        ("class Block:", "@frozen\nclass Block:", "Block.(class)", "frozen"),
+        (
+            "    def forward",
+            "    @torch.no_grad()\n    def forward",
+            "Block.forward",
+            "@torch.no_grad()",
+        ),
+        ("def helper", "@cache\ndef helper", "helper", "@cache"),
+    ],
+)
+def test_an_edit_outside_of_functions(old: str, new: str, changed: str, text: str) -> None:
+    result = diff(_HELPERS, _HELPERS.replace(old, new))
+    assert [section.name for section in result.sections] == [changed]
+    assert text in str(result)
+
+
+def test_a_docstring_and_another_import_are_no_difference() -> None:
+    head = '"""Edited."""\nimport math\nimport torch\nimport torch.nn.functional as F\n'
+    edited = _HELPERS.replace("import torch\n", head)
+    edited = edited.replace("class Block:\n", 'class Block:\n    """One."""\n\n')
+    assert diff(_HELPERS, edited).is_empty
+
+
 def test_the_name_of_what_is_called_is_no_difference() -> None:
     renamed = _HELPERS.replace("f = ", "scaled = ").replace("f(x)", "scaled(x)")
     renamed = renamed.replace("g = ", "moved = ").replace("g(x)", "moved(x)")

@@ -92,6 +92,20 @@ def test_an_error_that_all_ranks_raised_is_over(boards: list[FailureBoard]) -> N
         assert _on_ranks(exchanges) == [["of 0", "of 1"]] * 2
 
 
+def test_exchanges_do_not_fill_the_store(boards: list[FailureBoard]) -> None:
+    def exchanges(rank: int) -> int:
+        for count in range(20):
+            assert (
+                boards[rank].exchange("module 0", f"{count}", "calls", _PATIENCE)
+                == [f"{count}"] * 2
+            )
+        return boards[rank].store.num_keys()
+
+    before = boards[0].store.num_keys()
+    # The latest may still be read, and the other rank deletes its text of the one before later.
+    assert max(_on_ranks(exchanges)) <= before + 3
+
+
 def test_an_error_of_one_rank_alone_is_not_over(boards: list[FailureBoard]) -> None:
     boards[1].report(ValueError("a mistake"))
     said = _on_ranks(lambda rank: boards[rank].exchange("x", "", "comes", timedelta(seconds=0.7)))

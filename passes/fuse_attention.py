@@ -128,7 +128,6 @@ class _Attention:
         self.mask: Node | None = None
         self.inverted = False
         self.dropout: dict[str, Any] | None = None
-        self._zeros: Node | None = None  # the mask of what is 0 after the softmax
         self._lead_of_mask: tuple[int, ...] = ()  # leading dims of the scores that it applies to
         for node in probabilities:
             self._alone(node)
@@ -145,8 +144,6 @@ class _Attention:
             node = self._read_scores(node)
         self._alone(node)
         self.query, self.key = self._factors(node)
-        if self._zeros is not None and (self._zeros is not self.mask or self.inverted):
-            raise DeclinedError("some probabilities are set to 0 whose scores are not masked")
         self._require_kernel()
 
     def _alone(self, node: Any) -> None:
@@ -162,9 +159,7 @@ class _Attention:
                 raise DeclinedError("its dropout is one of several")
             self.dropout = given
         elif is_call(node, _aten.where.ScalarOther):
-            if self._zeros is not None or self.dropout is None or node.args[2] != 0:
-                raise DeclinedError("its probabilities are changed after the softmax")
-            self._zeros = node.args[0]
+            raise DeclinedError("its probabilities are changed after the softmax")
 
     def _read_scores(self, node: Node) -> Any:
         """Read a node between matmul and softmax; return the one before it."""
@@ -190,11 +185,8 @@ class _Attention:
     ) -> Any:
         if self.mask is not None:
             raise DeclinedError("its scores have more than one mask")
-        # In a row without keys, finite scores would count. If such rows are set to 0 after the
-        # softmax, the lowest value serves as -inf: in all other rows its probability is 0.
-        is_lowest = lowest == torch.finfo(node.meta["val"].dtype).min
-        serves = is_lowest and self._zeros is mask and not inverted
-        if lowest != -math.inf and not serves:
+        # In a row without keys, finite scores would count.
+        if lowest != -math.inf:
             raise DeclinedError(f"its mask makes scores {lowest}, not -inf")
         self.mask, self.inverted = mask, inverted
         self._lead_of_mask = shape_of(node)[:-2]

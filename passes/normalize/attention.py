@@ -236,7 +236,7 @@ def explicit_attention(graph: Graph) -> None:
     dropout, a fused kernel would draw the mask from torch's generator instead of the seed.
     """
     triangles: dict[str, Node] = {}
-    biases: dict[Node, tuple[Node, Node]] = {}
+    masks: dict[Node, tuple[Node, Node]] = {}
     for node in calls(graph, _sdpa):
         bound = arguments(node)
         if bound["dropout_p"] == 0:
@@ -252,9 +252,9 @@ def explicit_attention(graph: Graph) -> None:
         mask, without_keys = bound["attn_mask"], None
         if bound["is_causal"]:
             mask = _triangle(scores, triangles)
-        elif mask is not None and mask.meta["val"].dtype is not torch.bool:
-            mask, without_keys = _finite_rows(mask, biases)
-        probabilities = _masked_softmax(node, scores, mask, causal=bound["is_causal"])
+        elif mask is not None:
+            mask, without_keys = _finite_rows(mask, masks)
+        probabilities = _masked_softmax(node, scores, mask)
         args = (probabilities, bound["dropout_p"], True)
         dropped = insert_call(node, _aten.native_dropout.default, args, origin=_ORIGIN)
         dropped = insert_call(node, operator.getitem, (dropped, 0), origin=_ORIGIN)
@@ -293,43 +293,41 @@ def _repeat_heads(node: Node, x: Node, num_heads: int) -> Node:
     return insert_call(node, _aten.reshape.default, (wide, size), origin=_ORIGIN)
 
 
-def _masked_softmax(node: Node, scores: Node, mask: Node | None, *, causal: bool) -> Node:
-    """Return probabilities; a row that a bool mask forbids entirely is zero, as in fused
-    attention."""
-    is_bool = mask is not None and mask.meta["val"].dtype is torch.bool
-    if is_bool:
-        # A causal row always sees itself; a given mask may forbid an entire row, and the softmax of
-        # a row of -inf is NaN.
-        lowest = -math.inf if causal else torch.finfo(scores.meta["val"].dtype).min
-        args = (mask, scores, lowest)
+def _masked_softmax(node: Node, scores: Node, mask: Node | None) -> Node:
+    """Return probabilities of the scores that a bool mask allows, or to which another is added."""
+    if mask is not None and mask.meta["val"].dtype is torch.bool:
+        args: tuple[Any, ...] = (mask, scores, -math.inf)
         scores = insert_call(node, _aten.where.ScalarOther, args, origin=_ORIGIN)
     elif mask is not None:
         scores = insert_call(node, _aten.add.Tensor, (scores, mask), origin=_ORIGIN)
-    probabilities = insert_call(node, _aten.softmax.int, (scores, -1), origin=_ORIGIN, name="probs")
-    if is_bool and not causal:
-        args = (mask, probabilities, 0.0)
-        probabilities = insert_call(node, _aten.where.ScalarOther, args, origin=_ORIGIN)
-    return probabilities
+    return insert_call(node, _aten.softmax.int, (scores, -1), origin=_ORIGIN, name="probs")
 
 
-def _finite_rows(bias: Node, known: dict[Node, tuple[Node, Node]]) -> tuple[Node, Node]:
-    """Return ``bias`` without -inf where it forbids an entire row of keys, and these rows.
+def _finite_rows(mask: Node, known: dict[Node, tuple[Node, Node]]) -> tuple[Node, Node]:
+    """Return ``mask`` without the rows in which it forbids every key, and these rows.
 
     The softmax of such a row is NaN, while the context of fused attention is zero. Computed next to
-    the bias, which is mostly one for all layers and heads: the scores are many times as large.
+    the mask, which is mostly one for all layers and heads: the scores are many times as large.
     """
-    if bias not in known:
-        after = _first_call(bias.graph) if bias.op == "placeholder" else bias.next
-        hidden = insert_call(after, _aten.eq.Scalar, (bias, -math.inf), origin=_ORIGIN)
-        args: tuple[Any, ...] = (hidden, -1, True)
-        rows = insert_call(after, _aten.all.dim, args, origin=_ORIGIN, name="without_keys")
-        args = (rows, 0.0, bias)
-        finite = insert_call(after, _aten.where.ScalarSelf, args, origin=_ORIGIN)
-        for node in (hidden, rows, finite):
+    if mask not in known:
+        after = _first_call(mask.graph) if mask.op == "placeholder" else mask.next
+
+        def computed(target: Any, *args: Any, name: str | None = None) -> Node:
+            node = insert_call(after, target, args, origin=_ORIGIN, name=name)
             _leave_layer(node)
-            inherit(node, bias)
-        known[bias] = finite, rows
-    return known[bias]
+            inherit(node, mask)
+            return node
+
+        if mask.meta["val"].dtype is torch.bool:
+            seen = computed(_aten.any.dim, mask, -1, True)
+            rows = computed(_aten.logical_not.default, seen, name="without_keys")
+            finite = computed(_aten.logical_or.default, mask, rows)
+        else:
+            hidden = computed(_aten.eq.Scalar, mask, -math.inf)
+            rows = computed(_aten.all.dim, hidden, -1, True, name="without_keys")
+            finite = computed(_aten.where.ScalarSelf, rows, 0.0, mask)
+        known[mask] = finite, rows
+    return known[mask]
 
 
 def _triangle(scores: Node, known: dict[str, Node]) -> Node:

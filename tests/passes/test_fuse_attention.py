@@ -177,11 +177,6 @@ def _biased_product(self: Attention, query: Tensor, key: Tensor, value: Tensor) 
     return torch.bmm(probs, flat[2]).unflatten(0, (-1, HEADS))
 
 
-def _all_zeroed(self: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    probs = (query @ key.mT).masked_fill(~self.mask, -math.inf).softmax(-1)
-    return F.dropout(torch.where(~self.mask, probs, 0.0), 0.1) @ value
-
-
 def _latents(self: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return (query[:1] @ key[:, :1].mT).softmax(-1) @ value
 
@@ -234,7 +229,6 @@ def _zeroed(self: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tenso
         (_turned_behind_a_mask, "multiplied by a negative number"),
         (_biased, "add changes its scores"),
         (_biased_product, "a bias is added to its scores"),
-        (_all_zeroed, "some probabilities are set to 0"),
         (_latents, "its scores have other dims than"),
         (_finite_mask, "its mask makes scores -1000000000.0, not -inf"),
         (_two_masks, "more than one mask"),

@@ -88,25 +88,36 @@ def test_scores_beyond_the_largest_number_of_float16() -> None:
     assert all(grad.isfinite().all() for grad in torch.autograd.grad(result.sum(), args[:2]))
 
 
-def test_a_bias_is_examined_once_for_all_layers_outside_of_them() -> None:
+@pytest.mark.parametrize(
+    ("mask", "examines"), [(randn(6, 6), aten.all.dim), (_bool_mask(6, 6), aten.any.dim)]
+)
+def test_a_mask_is_examined_once_for_all_layers_outside_of_them(
+    mask: Tensor, examines: Any
+) -> None:
     class Layer(torch.nn.Module):
-        def forward(self, x: Tensor, bias: Tensor) -> Tensor:
-            return F.scaled_dot_product_attention(x, x, x, bias, 0.5)
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(x, x, x, mask, 0.5)
 
     class Model(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layers = torch.nn.ModuleList(Layer() for _ in range(2))
 
-        def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
             for layer in self.layers:
-                x = layer(x, bias)
+                x = layer(x, mask)
             return x
 
-    captured = capture(Model(), (randn(2, 3, 6, 4), randn(6, 6)), {})
+    captured = capture(Model(), (randn(2, 3, 6, 4), mask), {})
     normalize(captured)
-    (rows,) = calls(captured.module.graph, aten.all.dim)
-    assert len(rows.users) == 3  # the bias without them, and the context of each layer
+    graph = captured.module.graph
+    (rows,) = calls(graph, examines)
+    if mask.dtype is torch.bool:
+        (rows,) = rows.users  # its negation
+    assert len(rows.users) == 3  # the mask without them, and the context of each layer
+    for softmax in calls(graph, aten.softmax.int):
+        (dropped,) = softmax.users  # no other pass over the probabilities
+        assert dropped.target is sp.dropout.default
     assert "nn_module_stack" not in rows.meta
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -173,13 +173,11 @@ def in_flight(rank: int) -> int:
     return most
 
 
-def step_us(stage: Stage, rest: Stage | None = None, saving: Collection[int] = ()) -> float:
+def step_us(stage: Stage, rest: Stage, saving: Collection[int]) -> float:
     """Return the time of a step, of which the microbatches ``saving`` run by ``stage`` and the
-    others by ``rest``, if that is given."""
-    times = StageTimes(stage.forward_us, stage.backward_us)
-    if rest is not None:
-        others = StageTimes(rest.forward_us, rest.backward_us)
-        times = replace(times, rest=others, saving=frozenset(saving))
+    others by ``rest``."""
+    others = StageTimes(rest.forward_us, rest.backward_us)
+    times = StageTimes(stage.forward_us, stage.backward_us, rest=others, saving=frozenset(saving))
     return max(finish_us(orders(), [times] * STAGES))
 
 

@@ -34,6 +34,7 @@ from sp_compiler.rules.strategies import Offers, Strategy, strategies
 from sp_compiler.rules.table import local_call
 
 aten = torch.ops.aten
+_SUMS = (aten.sum.default, aten.sum.dim_IntList)
 
 
 def flatten_rows(graph: Graph, products: Collection[Node]) -> None:
@@ -70,21 +71,29 @@ def _rows_of(node: Node) -> tuple[int, ...] | None:
 
 
 def _sums_tokens(node: Node) -> bool:
-    """Return whether ``node`` sums over all tokens, as the gradient of a bias (v,) does."""
-    if not is_call(node, aten.sum.dim_IntList):
+    """Return whether ``node`` sums over all tokens, as the gradients of a bias (v,) and of a factor
+    of all logits do."""
+    if not is_call(node, *_SUMS):
         return False
+    tokens = range(len(shape_of(node.args[0])) - 1)
+    return _summed_dims(node).issuperset(tokens) and placements_of(node) is None
+
+
+def _summed_dims(node: Node) -> set[int]:
     bound = arguments(node)
     rank = len(shape_of(bound["self"]))
-    dims = sorted(dim % rank for dim in bound["dim"] or ())
-    return dims == list(range(rank - 1)) and placements_of(node) is None
+    return {dim % rank for dim in bound.get("dim") or range(rank)}
 
 
 def _flatten_sum(node: Node) -> None:
     graph, x = node.graph, arguments(node)["self"]
+    rank = len(shape_of(x))
     with graph.inserting_before(node):
-        flat = _view(x, _flat(shape_of(x), x.meta["val"].dim() - 1))
+        flat = _view(x, _flat(shape_of(x), rank - 1))
+        dims = [0, 1] if rank - 1 in _summed_dims(node) else [0]
+        args = (flat, dims) if is_call(node, aten.sum.dim_IntList) else (flat,)
         kwargs = dict(node.kwargs)
-        rows = copy_call(graph, node, (flat, [0]), kwargs, node.name)
+        rows = copy_call(graph, node, args, kwargs, node.name)
         rows.meta |= {"val": fake_value(node.target, rows.args, kwargs), "origin": Pass.CHUNK}
         # The placement names a dim of the unflattened value; the view after it has that placement.
         rows.meta.pop("placement", None)

@@ -80,6 +80,28 @@ def test_proven_on_simulated_ranks(kind: type[Model], tp: int, tied: bool, recom
     assert report.worst < 1e-10
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (61,)])
+def test_a_trained_factor_of_the_logits(shape: tuple[int, ...]) -> None:
+    """Its gradient sums over all tokens, and all classes or none."""
+
+    class Scaled(Model):
+        def __init__(self) -> None:
+            super().__init__(61, tied=False)
+            self.factor = nn.Parameter(torch.full(shape, 0.7))
+
+        def forward(self, ids: Tensor) -> Tensor:
+            logits = self.head(self.tokens(ids)) * self.factor
+            return self.loss(logits[:, :-1], ids[:, 1:])
+
+    inputs: Any = ((_inputs(61),), {})
+    report = sp_compiler.verify(Scaled().double(), inputs, tp=2, loss_chunks=3)
+    assert report.ok, report
+    assert report.worst < 1e-10
+    plan = sp_compiler.plan(Scaled(), inputs, tp=2, loss_chunks=3)
+    (chunked,) = (each for each in plan.passes if each.name == "chunk")
+    assert chunked.kinds == {"loss in 3 chunks": 1}
+
+
 @pytest.mark.parametrize("num_ignored", [1, 5, 8])
 def test_on_one_device(num_ignored: int) -> None:
     """With no label at all in some chunks of four rows, and in all: NaN, as in eager."""

@@ -12,6 +12,7 @@ two equal views of ``x``               one
 ``linear(a, w) + bias``, ``mm`` too    ``linear(a, w, bias)``
 ``view(linear(a, w), s) + bias``       ``view(linear(a, w, bias), s)``
 ``x * 1``, ``x / 1``, ``x ** 1``       ``x``
+``copy(x, y)``                         ``y``
 ``cat`` of ``view(clone(x), s)``       ``view(cat(xs), s)``
 ``masked_fill(x, mask, 0)``            ``where(mask, 0, x)``
 =====================================  ==========================
@@ -187,10 +188,28 @@ def _times_one(node: Node) -> Node | None:
     # Integers become floats, and an expanded value gets its own memory, which a view may need.
     if value.dtype != given.dtype or not same_shape(value.stride(), given.stride()):
         return None
+    return source if _may_share(node) else None
+
+
+def _copy_over(node: Node) -> Node | None:
+    """``copy(x, y)`` -> ``y``. The copy would have as much memory as what ``x`` is a view of."""
+    if node.target is not aten.copy.default:
+        return None
+    source = node.args[1]
+    value, given = node.meta["val"], source.meta["val"]
+    same = value.dtype == given.dtype and value.device == given.device
+    # Whatever a view of the copy is, it is also one of contiguous memory.
+    if not same or not same_shape(value.shape, given.shape) or not given.is_contiguous():
+        return None
+    return source if _may_share(node) else None
+
+
+def _may_share(node: Node) -> bool:
+    """Return whether ``node`` may have the memory of its operand."""
     if is_returned(node):
         report_of(Pass.SIMPLIFY).decline(node, "it is returned, and may be modified in place")
-        return None
-    return source
+        return False
+    return True
 
 
 def _fill_by_where(node: Node) -> Node | None:
@@ -302,6 +321,7 @@ _RULES: tuple[Callable[[Node], Node | None], ...] = (
     _fuse_bias,
     _linear,
     _times_one,
+    _copy_over,
     _fill_by_where,
     _views_behind_cat,
 )

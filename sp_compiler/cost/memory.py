@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Iterable
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 
 from sp_compiler.cost.node_cost import tensor_bytes
@@ -20,10 +21,15 @@ from sp_compiler.ir.op_traits import (
     is_handed,
     is_part,
     is_started,
+    is_view,
     is_wait,
 )
 from sp_compiler.ops.convert import copied_to_send_bytes, joined_bytes, received_padding_bytes
 from sp_compiler.ops.registry import operator_of
+
+_aten = torch.ops.aten
+# Matmuls, which read an operand with the conjugate bit as it is.
+_CONJUGATING = {each.default for each in (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm)}
 
 
 def function_peak_bytes(graph: Graph) -> int:
@@ -98,11 +104,17 @@ def run_bytes(node: Node, ignored: Container[Node] = ()) -> int:
 
 def scratch_bytes(node: Node) -> int:
     """Return the bytes that the operator allocates in addition to its result; known for our own
-    operators and for ``where`` with a scalar."""
-    if node.target is torch.ops.aten.where.ScalarSelf:
+    operators, for ``where`` with a scalar and for operands with the conjugate bit."""
+    if node.target is _aten.where.ScalarSelf:
         return node.meta["val"].element_size()  # the scalar as a tensor, which the kernel reads
     ours = operator_of(node.target)
-    return 0 if ours is None else ours.scratch_bytes(arguments(node), node.meta["val"])
+    if ours is not None:
+        return ours.scratch_bytes(arguments(node), node.meta["val"])
+    if is_view(node) or node.target in _CONJUGATING:
+        return 0
+    # Copied first (ATen/ConjugateFallback.cpp), each once.
+    values = (x.meta.get("val") for x in node.all_input_nodes)
+    return sum(tensor_bytes(x) for x in values if isinstance(x, Tensor) and x.is_conj())
 
 
 def call_scratch_bytes(node: Node) -> tuple[int, int]:

@@ -5,10 +5,12 @@ Tensors of 8 x 6 floats have 192 bytes; a half has 96.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from sp_compiler.cost.memory import backward_peak_bytes
+from sp_compiler.cost.memory import backward_peak_bytes, function_peak_bytes
 from tests.helpers.graph_builder import GraphBuilder, convert
 
 aten = torch.ops.aten
@@ -44,6 +46,14 @@ def test_a_gather_copies_what_has_arrived(source: str, copied: int) -> None:
     made = b.call(aten.exp.default, b.input("x", *shape))
     full = b.call(convert, made, source, "R", 2)
     assert backward_peak_bytes(b.output(full), set()) == HALF + FULL + copied
+
+
+@pytest.mark.parametrize(("target", "copied"), [(aten.mul.Tensor, 8 * 8 * 8), (aten.mm.default, 0)])
+def test_a_lazy_conjugate_is_copied_unless_a_matmul_reads_it(target: Any, copied: int) -> None:
+    b = GraphBuilder()
+    x, y = (b.input(name, 8, 8, dtype=torch.complex64) for name in "xy")
+    product = b.call(target, b.call(aten._conj.default, x), y)
+    assert function_peak_bytes(b.output(product)) == 8 * 8 * 8 + copied
 
 
 def test_a_reduction_of_all_copies_nothing() -> None:

@@ -86,6 +86,11 @@ REWRITES: dict[str, tuple[Callable[..., Tensor], list[str], str]] = {
     "product with one": (lambda x, y, b: (x * 1).exp(), ["exp"], "times_one"),
     "quotient by one": (lambda x, y, b: (x / 1.0).t().exp(), ["t", "exp"], "times_one"),
     "power of one": (lambda x, y, b: (x**1).exp(), ["exp"], "times_one"),
+    "copy over a part": (
+        lambda x, y, b: aten.copy(x.new_zeros(6, 9)[:, :4], x).exp(),
+        ["exp"],
+        "copy_over",
+    ),
     "product with a transpose": (lambda x, y, b: torch.mm(x, y.t()), ["linear"], "linear"),
     "fill behind a mask": (
         lambda x, y, b: x.masked_fill(aten.gt(b[:4], 0), float("-inf")),
@@ -141,6 +146,10 @@ NEAR_MISSES: dict[str, Callable[..., Tensor]] = {
     "sum with zero, which has no sign": lambda x, y, b: 1 / (x + 0),
     "integers that become floats": lambda x, y, b: (x.long() / 1).exp(),
     "memory for a view": lambda x, y, b: aten.view(b.expand(6, 5) * 1, [30]).exp(),
+    "copy of a row over all": lambda x, y, b: aten.copy(x, b[:4]).exp(),
+    "copy in another type": lambda x, y, b: aten.copy(x.float(), x).exp(),
+    "copy in another order": lambda x, y, b: aten.copy(x, x.view(4, 6).t()).view(24).exp(),
+    "copy that is returned": lambda x, y, b: aten.copy(x.exp(), x),
     "product that is returned": lambda x, y, b: x * 1,
     "product that is returned as a view": lambda x, y, b: (x * 1).t(),
     "fill of integers": lambda x, y, b: x.long().masked_fill(x > 0, 1),

@@ -195,8 +195,8 @@ class FailureBoard:
                     # A faster rank may have raised because of what these texts say.
                     if not self.store.check(keys):
                         raise
-        # Whoever comes to an exchange has read the one before, which would fill the store: pipelines
-        # with hooks have one in every step.
+        # Whoever comes to an exchange has read the one before. In pipelines with hooks, which have
+        # one in every step, old texts would fill the store.
         self.store.delete_key(f"exchanges/{self._round}/{name}/{count - 1}/{self.rank}")
         return [self.store.get(key).decode() for key in keys]
 

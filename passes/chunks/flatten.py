@@ -76,7 +76,7 @@ def _sums_tokens(node: Node) -> bool:
     if not is_call(node, *_SUMS):
         return False
     tokens = range(len(shape_of(node.args[0])) - 1)
-    return _summed_dims(node).issuperset(tokens) and placements_of(node) is None
+    return _summed_dims(node).issuperset(tokens)
 
 
 def _summed_dims(node: Node) -> set[int]:

@@ -65,12 +65,12 @@ def _others(module: ast.Module) -> Iterator[tuple[str, Sequence[ast.AST]]]:
             inside = [part for part in each.body if not isinstance(part, ast.FunctionDef)]
             head = (*each.decorator_list, *each.bases, *each.keywords)
             yield f"{each.name}.(class)", (*head, *inside)
-        elif not isinstance(each, ast.FunctionDef) and not _names_usually(each):
+        elif not isinstance(each, ast.FunctionDef) and not _only_names(each):
             outside.append(each)
     yield "(module)", outside
 
 
-def _names_usually(statement: ast.stmt) -> bool:
+def _only_names(statement: ast.stmt) -> bool:
     """Return whether ``statement`` binds a name to an operator, which calls of it show, or a name
     to the module that it has in all generated code."""
     match statement:

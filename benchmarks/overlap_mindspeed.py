@@ -264,8 +264,10 @@ def rows(name: str, device: Hardware) -> Iterator[Row]:
             for saving in [[n for n in range(MICROBATCHES) if n % PIPELINE < count]]
             if (our_bytes := bytes_of(stage, rest, saving)) <= num_bytes
         ]
-        times_us = (mindspeed_us(each, with_recomputation) for each in (waiting, overlapped))
-        yield Row(policy, num_bytes, *times_us, *min(fitting))
+        waiting_us, overlapped_us = (
+            mindspeed_us(each, with_recomputation) for each in (waiting, overlapped)
+        )
+        yield Row(policy, num_bytes, waiting_us, overlapped_us, *min(fitting))
 
 
 def main() -> None:

@@ -167,15 +167,16 @@ block by block with the same masks. Dropout of probabilities takes two calls in 
 the second multiplies 16 columns of values, and one in backward ([the
 derivation](../sp_compiler/ops/gpu/attention.py)). Queries, keys, values, the context and one value
 per query are saved; nothing is recomputed, so "selective" repeats no matmul of attention. Blocks of
-128 x 128 that a boolean mask forbids are skipped. A kernel is compiled for each shape, at the first
-call. These cases run as on a CPU, with the reason in the plan: float64, heads with less than 16 or
-more than 256 columns, fewer than 128 queries or keys, dynamic sizes, a bias (ALiBi, T5's, and
-additive masks: with these, a query that sees no key gets the mean of all values), masks that
-replace scores by finite values, and probabilities that other operators read. A plan that is made on
-the CPU describes the CPU. On an H100 the kernels agree with float64 within 2e-6 of the largest
-value, in float32 (`tests/test_cuda.py`). Forward and backward together take [a thirteenth of the
-time](gpu.md#attention) of the decomposed operators, or less. With dropout they take 1.3 to 1.7
-times the time of PyTorch's FlashAttention, whose masks depend on the number of ranks.
+128 x 128 that a boolean mask forbids are skipped, but for queries that see no key. A kernel is
+compiled for each shape, at the first call. These cases run as on a CPU, with the reason in the
+plan: float64, heads with less than 16 or more than 256 columns, fewer than 128 queries or keys,
+dynamic sizes, a bias (ALiBi, T5's, and additive masks: with these, a query that sees no key gets
+the mean of all values), masks that replace scores by finite values, and probabilities that other
+operators read. A plan that is made on the CPU describes the CPU. On an H100 and an H200 the kernels
+agree with float64 within 2e-6 of the largest value, in float32 (`tests/test_cuda.py`). Forward and
+backward together take [a thirteenth of the time](gpu.md#attention) of the decomposed operators, or
+less. With dropout they take 1.3 to 1.7 times the time of PyTorch's FlashAttention, whose masks
+depend on the number of ranks.
 """
 
 _MINIMUM = """

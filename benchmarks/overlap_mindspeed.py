@@ -4,9 +4,9 @@
 
 MindSpeed's pipeline (RiPipe, mindspeed/core/pipeline_parallel/ripipe_schedules.py of
 Ascend/MindSpeed) makes the recomputation of a microbatch a separate action, which waits for no
-gradient. *In advance*: every stage except the end of the model recomputes its forward before the
-gradient arrives. *In bubble*: a rank that would hold more microbatches than the pipeline has
-stages recomputes those in excess; the others keep everything. In its layers every collective is
+gradient. *In advance*: every stage recomputes its forward before the gradient arrives, except for
+the last layer of the model. *In bubble*: a rank that would hold more microbatches than the pipeline
+has stages recomputes those in excess; the others keep everything. In its layers every collective is
 exposed or, in the second column of times, overlaps as in our schedule: then the only difference is
 what is recomputed, and when.
 
@@ -118,7 +118,7 @@ def in_bubble(rank: int) -> list[Action]:
 
     A microbatch whose backward alternates with forwards is recomputed just before it. Those whose
     backward comes later are recomputed early, while the rank waits for gradients: one before the
-    first of these backwards, and one after each of the next.
+    first of these backwards, then one after each backward.
     """
     order, recomputed = orders()[rank], recomputed_in_bubble(rank)
     last_forward = max(place for place, action in enumerate(order) if action.kind is FORWARD)

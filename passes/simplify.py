@@ -198,10 +198,16 @@ def _copy_over(node: Node) -> Node | None:
     source = node.args[1]
     value, given = node.meta["val"], source.meta["val"]
     same = value.dtype == given.dtype and value.device == given.device
-    # Whatever a view of the copy is, it is also one of contiguous memory.
-    if not same or not same_shape(value.shape, given.shape) or not given.is_contiguous():
+    if not same or not same_shape(value.shape, given.shape):
+        return None
+    # Contiguous memory has all views of memory with gaps, but not those of a transpose.
+    if not given.is_contiguous() or not _descends(value.stride()):
         return None
     return source if _may_share(node) else None
+
+
+def _descends(strides: tuple[int, ...]) -> bool:
+    return not any(map(is_open, strides)) and all(x > y > 0 for x, y in pairwise(strides))
 
 
 def _may_share(node: Node) -> bool:

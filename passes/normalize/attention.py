@@ -248,12 +248,15 @@ def explicit_attention(graph: Graph) -> None:
         scale = bound["scale"]
         if scale is None:
             scale = 1 / math.sqrt(shape_of(query)[-1])
-        scores = _scores(node, query, key, scale)
         mask, without_keys = bound["attn_mask"], None
+        if mask is not None:
+            mask, without_keys = _finite_rows(mask, masks)
+            # Scores of zero, because theirs may overflow: NaN times the gradient 0 would be NaN.
+            args: tuple[Any, ...] = (without_keys, 0.0, query)
+            query = insert_call(node, _aten.where.ScalarSelf, args, origin=_ORIGIN)
+        scores = _scores(node, query, key, scale)
         if bound["is_causal"]:
             mask = _triangle(scores, triangles)
-        elif mask is not None:
-            mask, without_keys = _finite_rows(mask, masks)
         probabilities = _masked_softmax(node, scores, mask)
         args = (probabilities, bound["dropout_p"], True)
         dropped = insert_call(node, _aten.native_dropout.default, args, origin=_ORIGIN)

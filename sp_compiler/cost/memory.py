@@ -21,15 +21,13 @@ from sp_compiler.ir.op_traits import (
     is_handed,
     is_part,
     is_started,
-    is_view,
+    is_tagged_pointwise,
     is_wait,
 )
 from sp_compiler.ops.convert import copied_to_send_bytes, joined_bytes, received_padding_bytes
 from sp_compiler.ops.registry import operator_of
 
 _aten = torch.ops.aten
-# Matmuls, which read an operand with the conjugate bit as it is.
-_CONJUGATING = {each.default for each in (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm)}
 
 
 def function_peak_bytes(graph: Graph) -> int:
@@ -104,16 +102,16 @@ def run_bytes(node: Node, ignored: Container[Node] = ()) -> int:
 
 def scratch_bytes(node: Node) -> int:
     """Return the bytes that the operator allocates in addition to its result; known for our own
-    operators, for ``where`` with a scalar and for operands with the conjugate bit."""
+    operators, ``where`` with a scalar, and pointwise operators of lazy conjugates."""
     if node.target is _aten.where.ScalarSelf:
         return node.meta["val"].element_size()  # the scalar as a tensor, which the kernel reads
     ours = operator_of(node.target)
     if ours is not None:
         return ours.scratch_bytes(arguments(node), node.meta["val"])
-    if is_view(node) or node.target in _CONJUGATING:
+    if not is_tagged_pointwise(node) or node.target is _aten.conj_physical.default:
         return 0
-    # Copied first (ATen/ConjugateFallback.cpp), each once.
-    values = (x.meta.get("val") for x in node.all_input_nodes)
+    # Conjugated in a copy first (ATen/ConjugateFallback.cpp), as often as they are operands.
+    values = [x.meta["val"] for x in node.args if isinstance(x, Node)]
     return sum(tensor_bytes(x) for x in values if isinstance(x, Tensor) and x.is_conj())
 
 

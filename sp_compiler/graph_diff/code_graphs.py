@@ -10,6 +10,7 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from sp_compiler.base.errors import ArgumentError
+from sp_compiler.inductor.split import DECORATOR
 
 _OPERATORS: dict[type[ast.AST], Any] = {
     getattr(ast, name): getattr(operator, function)
@@ -19,7 +20,13 @@ _OPERATORS: dict[type[ast.AST], Any] = {
         *(("BitAnd", "and_"), ("BitOr", "or_"), ("Invert", "invert")),
     )
 }
-_MODULES = {"torch.nn.functional": "F"}  # other modules have their own names
+# What generated code begins with.
+_IMPORTS = {
+    "import math",
+    "import torch",
+    "import torch.nn.functional as F",
+    f"from sp_compiler.inductor.fused import {DECORATOR}",
+}
 
 
 def code_graphs(source: str) -> dict[str, Graph]:
@@ -65,20 +72,17 @@ def _others(module: ast.Module) -> Iterator[tuple[str, Sequence[ast.AST]]]:
             inside = [part for part in each.body if not isinstance(part, ast.FunctionDef)]
             head = (*each.decorator_list, *each.bases, *each.keywords)
             yield f"{each.name}.(class)", (*head, *inside)
-        elif not isinstance(each, ast.FunctionDef) and not _only_names(each):
+        elif not isinstance(each, ast.FunctionDef) and not _is_generated(each):
             outside.append(each)
     yield "(module)", outside
 
 
-def _only_names(statement: ast.stmt) -> bool:
-    """Return whether ``statement`` binds a name to an operator, which calls of it show, or a name
-    to the module that it has in all generated code."""
-    match statement:
-        case ast.Import(names=names):
-            return all(each.asname in {None, _MODULES.get(each.name)} for each in names)
-        case ast.Assign(targets=[ast.Name()], value=value):
-            return not any(isinstance(part, ast.Call) for part in ast.walk(value))
-    return False
+def _is_generated(statement: ast.stmt) -> bool:
+    """Return whether ``statement`` is an import of all generated code, or a name of an operator,
+    which calls of it show."""
+    is_name = isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Attribute)
+    text = ast.unparse(statement)
+    return text in _IMPORTS or (is_name and text.partition(" = ")[2].startswith("torch.ops."))
 
 
 def _is_comment(part: ast.AST) -> bool:

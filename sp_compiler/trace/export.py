@@ -314,12 +314,9 @@ def _mutated_last(
                 written.append(make_call(output.graph, detach, (value,), **where))
             names.append(canonical[str(spec.target)])
         else:
-            is_input = spec.kind is OutputKind.USER_INPUT_MUTATION
-            what = (
-                f"its input {spec.target!r}"
-                if is_input
-                else f"{spec.target!r}, as max_norm of an embedding does"
-            )
+            what = f"the parameter {spec.target!r}, as max_norm of an embedding does"
+            if spec.kind is OutputKind.USER_INPUT_MUTATION:
+                what = f"its input {spec.target!r}"
             raise UnsupportedError(
                 f"the forward writes into {what}; only buffers may be written: write into a copy "
                 "instead\n" + node_origin(value)

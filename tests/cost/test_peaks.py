@@ -5,8 +5,6 @@ Tensors of 8 x 6 floats have 192 bytes; a half has 96.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -48,12 +46,20 @@ def test_a_gather_copies_what_has_arrived(source: str, copied: int) -> None:
     assert backward_peak_bytes(b.output(full), set()) == HALF + FULL + copied
 
 
-@pytest.mark.parametrize(("target", "copied"), [(aten.mul.Tensor, 8 * 8 * 8), (aten.mm.default, 0)])
-def test_a_lazy_conjugate_is_copied_unless_a_matmul_reads_it(target: Any, copied: int) -> None:
+@pytest.mark.parametrize(("twice", "copies"), [(False, 1), (True, 2)])
+def test_pointwise_operators_copy_lazy_conjugates(twice: bool, copies: int) -> None:
     b = GraphBuilder()
     x, y = (b.input(name, 8, 8, dtype=torch.complex64) for name in "xy")
-    product = b.call(target, b.call(aten._conj.default, x), y)
-    assert function_peak_bytes(b.output(product)) == 8 * 8 * 8 + copied
+    conjugate = b.call(aten._conj.default, x)
+    product = b.call(aten.mul.Tensor, conjugate, conjugate if twice else y)
+    assert function_peak_bytes(b.output(product)) == (1 + copies) * 8 * 8 * 8
+
+
+def test_what_makes_the_conjugate_copies_nothing_else() -> None:
+    b = GraphBuilder()
+    conjugate = b.call(aten._conj.default, b.input("x", 8, 8, dtype=torch.complex64))
+    made = b.call(aten.conj_physical.default, conjugate)
+    assert function_peak_bytes(b.output(made)) == 8 * 8 * 8
 
 
 def test_a_reduction_of_all_copies_nothing() -> None:

@@ -123,6 +123,8 @@ def test_an_edit_of_what_is_called_by_a_name_of_the_text(old: str, new: str, cha
             "(module)",
             "x = torch.manual_seed(0)",
         ),
+        ("\n\nclass", "\n\ntorch = other\n\nclass", "(module)", "torch = other"),
+        ("\n\nclass", "\n\nsizes = [4, 6]\n\nclass", "(module)", "sizes = [4, 6]"),
         ("class Block:\n", "class Block:\n    factor = 2.0\n", "Block.(class)", "factor = 2.0"),
         ("class Block:", "class Block(Layer):", "Block.(class)", "Layer"),
         ("class Block:", "@frozen\nclass Block:", "Block.(class)", "frozen"),

@@ -149,6 +149,9 @@ NEAR_MISSES: dict[str, Callable[..., Tensor]] = {
     "copy of a row over all": lambda x, y, b: aten.copy(x, b[:4]).exp(),
     "copy in another type": lambda x, y, b: aten.copy(x.float(), x).exp(),
     "copy in another order": lambda x, y, b: aten.copy(x, x.view(4, 6).t()).view(24).exp(),
+    "copy over a transpose": lambda x, y, b: aten.view(
+        aten.copy(x.new_zeros(6, 4).t(), x.view(4, 6)).t(), [24]
+    ).exp(),
     "copy that is returned": lambda x, y, b: aten.copy(x.exp(), x),
     "product that is returned": lambda x, y, b: x * 1,
     "product that is returned as a view": lambda x, y, b: (x * 1).t(),

@@ -88,6 +88,23 @@ def test_scores_beyond_the_largest_number_of_float16() -> None:
     assert all(grad.isfinite().all() for grad in torch.autograd.grad(result.sum(), args[:2]))
 
 
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32])
+def test_overflowing_scores_of_a_row_that_is_forbidden(kind: torch.dtype) -> None:
+    def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, mask, dropout_p=1e-7)
+
+    tensors = [torch.randn(1, 2, 6, 8) for _ in range(3)]
+    tensors[0][:, :, 1] = 1e34  # times the keys: beyond the largest number of float32
+    tensors[1][:, :, 2] = 1e5
+    mask = _bool_mask(6, 6)
+    if kind is not torch.bool:
+        mask = torch.zeros(6, 6).masked_fill(~mask, -math.inf)
+    args = [*(x.requires_grad_() for x in tensors), mask]
+    (result,) = outputs(normalized(attention, *args), *args)
+    assert result[:, :, 1].count_nonzero() == 0
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(result.sum(), args[:3]))
+
+
 @pytest.mark.parametrize(
     ("mask", "examines"), [(randn(6, 6), aten.all.dim), (_bool_mask(6, 6), aten.any.dim)]
 )
@@ -114,7 +131,7 @@ def test_a_mask_is_examined_once_for_all_layers_outside_of_them(
     (rows,) = calls(graph, examines)
     if mask.dtype is torch.bool:
         (rows,) = rows.users  # its negation
-    assert len(rows.users) == 3  # the mask without them, and the context of each layer
+    assert len(rows.users) == 5  # the mask without them, and in each layer queries and context
     for softmax in calls(graph, aten.softmax.int):
         (dropped,) = softmax.users  # no other pass over the probabilities
         assert dropped.target is sp.dropout.default

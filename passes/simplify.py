@@ -31,7 +31,7 @@ import torch
 from torch.fx import Graph, Node
 
 from sp_compiler.base.pass_report import Pass, report_of
-from sp_compiler.ir.fx import arguments
+from sp_compiler.ir.fx import arguments, reduced_dims
 from sp_compiler.ir.op_traits import RESHAPES, is_returned, is_view
 from sp_compiler.ir.rewriting import erase_dead, make_like, merge_equal
 from sp_compiler.ir.symbolic import example_number, is_open, plain, same_shape
@@ -110,9 +110,7 @@ def _sum_then_squeeze(node: Node) -> Node | None:
     if total is None or total.target is not aten.sum.dim_IntList or len(total.users) > 1:
         return None
     call = arguments(total)
-    rank = call["self"].meta["val"].dim()
-    # No dims means all of them.
-    dropped = {dim % rank for dim in call["dim"] or range(rank)}
+    dropped = reduced_dims(total)
     squeezed = [size for dim, size in enumerate(total.meta["val"].shape) if dim not in dropped]
     if not call["keepdim"] or total.kwargs or not same_shape(squeezed, node.meta["val"].shape):
         return None

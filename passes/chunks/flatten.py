@@ -22,7 +22,14 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from sp_compiler.base.pass_report import Pass
-from sp_compiler.ir.fx import arguments, is_call, placements_of, shape_of, tensor_operands
+from sp_compiler.ir.fx import (
+    arguments,
+    is_call,
+    placements_of,
+    reduced_dims,
+    shape_of,
+    tensor_operands,
+)
 from sp_compiler.ir.op_traits import RESHAPES
 from sp_compiler.ir.rewriting import copy_call, fake_value, make_like
 from sp_compiler.ir.symbolic import is_open
@@ -76,13 +83,7 @@ def _sums_tokens(node: Node) -> bool:
     if not is_call(node, *_SUMS):
         return False
     tokens = range(len(shape_of(node.args[0])) - 1)
-    return _summed_dims(node).issuperset(tokens)
-
-
-def _summed_dims(node: Node) -> set[int]:
-    bound = arguments(node)
-    rank = len(shape_of(bound["self"]))
-    return {dim % rank for dim in bound.get("dim") or range(rank)}
+    return set(tokens).issubset(reduced_dims(node))
 
 
 def _flatten_sum(node: Node) -> None:
@@ -90,7 +91,7 @@ def _flatten_sum(node: Node) -> None:
     rank = len(shape_of(x))
     with graph.inserting_before(node):
         flat = _view(x, _flat(shape_of(x), rank - 1))
-        dims = [0, 1] if rank - 1 in _summed_dims(node) else [0]
+        dims = [0, 1] if rank - 1 in reduced_dims(node) else [0]
         args = (flat, dims) if is_call(node, aten.sum.dim_IntList) else (flat,)
         kwargs = dict(node.kwargs)
         rows = copy_call(graph, node, args, kwargs, node.name)

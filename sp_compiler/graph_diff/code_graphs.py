@@ -10,7 +10,7 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from sp_compiler.base.errors import ArgumentError
-from sp_compiler.inductor.split import DECORATOR
+from sp_compiler.inductor.split import IMPORT
 
 _OPERATORS: dict[type[ast.AST], Any] = {
     getattr(ast, name): getattr(operator, function)
@@ -25,7 +25,7 @@ _IMPORTS = {
     "import math",
     "import torch",
     "import torch.nn.functional as F",
-    f"from sp_compiler.inductor.fused import {DECORATOR}",
+    IMPORT,
 }
 
 
@@ -80,14 +80,18 @@ def _others(module: ast.Module) -> Iterator[tuple[str, Sequence[ast.AST]]]:
 def _is_generated(statement: ast.stmt) -> bool:
     """Return whether ``statement`` is an import of all generated code, or a name of an operator,
     which calls of it show."""
-    is_name = isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Attribute)
-    text = ast.unparse(statement)
-    return text in _IMPORTS or (is_name and text.partition(" = ")[2].startswith("torch.ops."))
+    match statement:
+        case ast.Assign(value=ast.Attribute() as value):
+            return ast.unparse(value).startswith("torch.ops.")
+    return ast.unparse(statement) in _IMPORTS
 
 
-def _is_comment(part: ast.AST) -> bool:
-    """Return whether ``part`` is a docstring, or another constant that nothing reads."""
-    return isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant)
+def _does_nothing(part: ast.AST) -> bool:
+    """Return whether ``part`` is ``pass``, a docstring, or another constant that nothing reads."""
+    match part:
+        case ast.Pass() | ast.Expr(value=ast.Constant()):
+            return True
+    return False
 
 
 def _aliases(module: ast.Module) -> Iterator[tuple[str, str]]:
@@ -130,7 +134,7 @@ class _Function:
     def read_others(self, parts: Sequence[ast.AST]) -> Graph:
         """Return a graph with a node for the text of each part."""
         for part in parts:
-            if not isinstance(part, ast.Pass) and not _is_comment(part):
+            if not _does_nothing(part):
                 self._opaque(part)
         return self._graph
 
@@ -148,11 +152,10 @@ class _Function:
 
     def _read_statement(self, statement: ast.stmt) -> None:
         match statement:
-            # The place where a value is freed does not affect what is computed.
-            case ast.Delete() | ast.Pass():
+            case _ if _does_nothing(statement):
                 pass
-            case _ if _is_comment(statement):
-                pass
+            case ast.Delete():
+                pass  # where a value is freed does not affect what is computed
             case ast.Assign(targets=[target], value=value):
                 self._assign(target, self._read(value, _name_of(target)))
             case ast.Expr(value=value):

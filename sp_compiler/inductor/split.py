@@ -29,6 +29,7 @@ from sp_compiler.base.python_text import Wrapped
 from sp_compiler.ops.registry import OPERATORS
 
 DECORATOR = "inductor"
+IMPORT = f"from sp_compiler.inductor.fused import {DECORATOR}"
 # Methods of the communicator that are not custom operators and do not communicate.
 _LOCAL_METHODS = frozenset({"shard", "zero_pad_to_partial"})
 # Library kernels. A missing name costs a compilation that gains nothing, and a superfluous one

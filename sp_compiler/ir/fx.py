@@ -120,6 +120,13 @@ def shape_of(node: Node) -> tuple[int, ...]:
     return tuple(node.meta["val"].shape)
 
 
+def reduced_dims(node: Node) -> list[int]:
+    """Return the dims over which a sum or mean runs: all of them if it names none."""
+    bound = arguments(node)
+    rank = len(shape_of(bound["self"]))
+    return [dim % rank for dim in bound.get("dim") or range(rank)]
+
+
 def reach(
     nodes: Iterable[Node],
     following: Callable[[Node], Iterable[Node]],

@@ -204,17 +204,6 @@ class _Rescaled(nn.Module):
         return result
 
 
-def test_a_write_into_an_input_is_refused_by_name() -> None:
-    class Halved(nn.Module):
-        def forward(self, x: Tensor, weights: Tensor) -> Tensor:
-            weights.mul_(0.5)
-            return (x * weights).sum()
-
-    said = r"(?s)writes into its input 'weights'; only buffers may be written.*weights\.mul_"
-    with pytest.raises(SPCompilerError, match=said):
-        capture(Halved(), (torch.ones(2), torch.ones(2)))
-
-
 @pytest.mark.parametrize(
     ("is_tied", "said"),
     [(False, r"(?s)max_norm of an embedding.*module: table"), (True, "embedding with max_norm")],

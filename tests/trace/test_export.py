@@ -159,7 +159,8 @@ def test_inputs_that_share_memory_are_two_inputs() -> None:
     (result,) = run(captured, Next(), x=numbers[:, 1:], y=others).outputs
     assert torch.equal(result, numbers[:, 1:] * 2 - others)
     with pytest.raises(
-        UnsupportedError, match=r"writes into its input 'x'; only buffers may be written"
+        UnsupportedError,
+        match=r"(?s)writes into its input 'x'; only buffers may be written.*x\.add_",
     ):
         capture(Writes(), (numbers, numbers[:, :1]))
 

@@ -15,11 +15,9 @@ from sp_compiler.codegen.loading import load
 from sp_compiler.codegen.module_text import CompiledRegion, module_source, region_text
 from sp_compiler.codegen.nesting import Apart
 from sp_compiler.inductor.fused import Fused, TracingRank, first_line
-from sp_compiler.inductor.split import DECORATOR, split_method
+from sp_compiler.inductor.split import IMPORT, split_method
 from sp_compiler.ir.forward_backward import Partitioned
 from sp_compiler.ir.rewriting import fake_mode_of
-
-_IMPORTS = (f"from sp_compiler.inductor.fused import {DECORATOR}",)
 
 
 def compile_regions(regions: Sequence[CompiledRegion], products: bool = True) -> LoadedProgram:
@@ -36,7 +34,7 @@ def compile_regions(regions: Sequence[CompiledRegion], products: bool = True) ->
         )
         for each in regions
     }
-    source = module_source(texts.values(), _IMPORTS)
+    source = module_source(texts.values(), (IMPORT,))
     namespace = load(source)
     # Loaded before tracing, because the functions of the text are traced.
     codes = {name: namespace[text.name] for name, text in texts.items()}

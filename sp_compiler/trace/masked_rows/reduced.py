@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from sp_compiler.ir.fx import arguments, shape_of
+from sp_compiler.ir.fx import arguments, reduced_dims, shape_of
 from sp_compiler.ir.symbolic import same_shape
 from sp_compiler.ops.alignments import CTC_LOSS, LEFT_OUT
 from sp_compiler.trace.masked_rows.rows import Rows, RowsRefused, RowValues
@@ -58,9 +58,8 @@ class Reductions:
             self._values.substitute(node, self._pairs(node, bound))
         elif target in (*_SUMS, *_MEANS):
             x = bound["self"]
-            rank, dim = len(shape_of(x)), self._values.rows[x].dim
-            dims = [each % rank for each in bound.get("dim") or range(rank)]
-            if dim not in dims:
+            dims = reduced_dims(node)
+            if self._values.rows[x].dim not in dims:
                 return self._along_others(node, dims)
             result = self._reduced(node, x, dims, mean=target in _MEANS)
             if bound.get("keepdim"):

@@ -8,7 +8,7 @@ from typing import Any
 
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.python_text import identifier
-from sp_compiler.codegen.loading import line_of, load
+from sp_compiler.codegen.loading import load, origin_of
 from sp_compiler.ir.compiled_program import CompiledProgram
 
 _METHODS = (
@@ -35,7 +35,7 @@ def with_code(compiled: CompiledProgram, source: str) -> CompiledProgram:
         ) from error
     except Exception as error:  # whatever its statements raise
         raise ArgumentError(
-            f"the edited code cannot be loaded: {type(error).__name__}: {error}{line_of(error)}"
+            f"the edited code cannot be loaded: {type(error).__name__}: {error}\n{origin_of(error)}"
         ) from error
     codes: dict[str, Any] = {}
     for name, generated in compiled.codes.items():

@@ -18,7 +18,7 @@ from sp_compiler.base.python_text import Wrapped, docstring, identifier
 from sp_compiler.codegen.descriptions import describe
 from sp_compiler.codegen.expressions import Printer, binding
 from sp_compiler.codegen.idioms import Idioms
-from sp_compiler.codegen.loading import load
+from sp_compiler.codegen.loading import Namespace, Origins, listed, load
 from sp_compiler.codegen.names import ValueNames
 from sp_compiler.codegen.nesting import Apart
 from sp_compiler.codegen.statements import WIDTH, Body, fill, indented
@@ -81,12 +81,14 @@ class RegionText:
         body: its text.
         bindings: module-level names that it uses, with their values.
         names: names of the region's values, by the node names of its forward and backward.
+        origins: where its statements come from.
     """
 
     name: str
     body: str
     bindings: Mapping[str, str]
     names: Mapping[str, str]
+    origins: Origins
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ class CompiledRegion(PartitionedRegion):
     @cached_property
     def code(self) -> Any:
         """The class, loaded from ``source``."""
-        return load(self.source)[self.text.name]
+        return load_classes(self.source, [self.text])[self.text.name]
 
     @property
     def differentiable(self) -> tuple[bool, ...]:
@@ -139,6 +141,11 @@ def module_source(texts: Iterable[RegionText], imports: Sequence[str] = ()) -> s
     header += "".join(f"{line}\n" for line in imports)
     parts = [header, *(["\n".join(lines) + "\n"] if lines else [])]
     return "\n".join(parts) + "".join(f"\n\n{text.body}" for text in texts)
+
+
+def load_classes(source: str, texts: Iterable[RegionText]) -> Namespace:
+    """Load ``source``, which has the classes ``texts``."""
+    return load(source, {text.name: text.origins for text in texts})
 
 
 def _header(bodies: str) -> str:
@@ -181,10 +188,12 @@ def region_text(
     called = {node.target for body in bodies.values() for node in body.graph.nodes}
     taken = {binding(target) for target in called if hasattr(target, "namespace")}
     names: dict[str, str] = {}
+    nodes: dict[str, list[Node]] = {}
     for body in bodies.values():  # forward first: saved values keep their names in backward
         body.choose_names(candidates, names, taken)
         for node, name in body.printer.names.items():
             names.setdefault(node.name, name)
+            nodes.setdefault(name, []).append(node)
     forward = bodies.pop("forward")
     inputs = forward.graph.find_nodes(op="placeholder")
     # The forward's for all functions: comments of a backward may name sizes that it does not take.
@@ -203,7 +212,7 @@ def region_text(
         methods = [part for each in methods for part in split(name, each, wrapped, open_sizes)]
     head = [f"class {name}:", *indented(docstring(_description(region, paths, forward.printer)))]
     parts = ["\n".join(head), *(textwrap.indent(method, "    ") for method in methods)]
-    return RegionText(name, "\n\n".join(parts) + "\n", bindings, names)
+    return RegionText(name, "\n\n".join(parts) + "\n", bindings, names, Origins(nodes, paths))
 
 
 def _methods_of(partitioned: Partitioned) -> dict[str, Graph]:
@@ -238,7 +247,6 @@ def _given(partitioned: Partitioned, joint: JointGraph) -> dict[str, dict[str, i
 
 
 def _description(region: Region, paths: Sequence[str], printer: Printer) -> list[str]:
-    where = ", ".join(paths) if len(paths) < 4 else f"{paths[0]}, {paths[1]}, ... {paths[-1]}"
     inputs: dict[str, list[str]] = {}
     for name, node in zip(region.input_names, region.placeholders, strict=True):
         # A module's weight and bias in one line: there are many, and they belong together.
@@ -246,7 +254,7 @@ def _description(region: Region, paths: Sequence[str], printer: Printer) -> list
         text = f"{parameter} {describe(node, printer)}" if module else describe(node, printer)
         inputs.setdefault(module or name, []).append(text)
     return [
-        f"{_module_class(region)}: {where or '(model)'}.",
+        f"{_module_class(region)}: {listed(paths) or '(model)'}.",
         "",
         *(f"{module}: {', '.join(texts)}" for module, texts in inputs.items()),
     ]

@@ -18,6 +18,7 @@ from sp_compiler.base.placement import Placement
 from sp_compiler.ir.compiled_program import LossBackward, RegionCode
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.ops.gpu.host_memory import HostTrip
+from sp_compiler.runtime.failures.origins import NAMING_ORIGINS
 from sp_compiler.runtime.padding import padded_part, without_rank_padding
 from sp_compiler.runtime.parameter_gradients import (
     CompiledFunction,
@@ -91,7 +92,7 @@ class RegionRunner:
         # The code has its own backward. Dispatching each operator through autograd, only to find
         # nothing to record, takes a tenth of a small operator's time. Views and versions are still
         # tracked, because the caller may change saved tensors in place.
-        with self._guard(torch._C._AutoDispatchBelowAutograd):
+        with NAMING_ORIGINS, self._guard(torch._C._AutoDispatchBelowAutograd):
             return self.code.forward(self.tp, *operands)
 
     def put_away(self, saved: Sequence[Any]) -> Sequence[Any]:
@@ -118,7 +119,7 @@ class RegionRunner:
             metas: shape, dtype and device of each differentiable output, in order.
         """
         # No views or versions are tracked: nothing that is computed here is saved.
-        with self._guard(torch._C._AutoDispatchBelowADInplaceOrView):
+        with NAMING_ORIGINS, self._guard(torch._C._AutoDispatchBelowADInplaceOrView):
             results = self.compute_gradients(saved, grads, metas)
         for index in self.unreached(grads):
             results[index] = None
@@ -362,9 +363,7 @@ def _changeable(outputs: Sequence[Any], inputs: Sequence[Any]) -> tuple[Any, ...
 
 def _saved(ctx: Any) -> list[Any]:
     # Reading saved_tensors raises if a parameter was changed since.
-    values = [
-        value._local_tensor if isinstance(value, DTensor) else value for value in ctx.saved_tensors
-    ]
+    values = [x._local_tensor if isinstance(x, DTensor) else x for x in ctx.saved_tensors]
     for position, placement in ctx.padded:
         values[position] = padded_part(values[position], placement, ctx.runner.tp.world_size)
     for position, other in ctx.others:

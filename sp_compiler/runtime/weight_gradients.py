@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from sp_compiler.base.autocast import with_captured_casts
 from sp_compiler.base.storage import sharing_elements
+from sp_compiler.runtime.failures.origins import NAMING_ORIGINS
 from sp_compiler.runtime.parameter_gradients import (
     CompiledFunction,
     deliver,
@@ -142,13 +143,13 @@ class DelayedRunner(RegionRunner):
         loss, code = self.loss_backward, self.code
         tangents = self.tangents(grads, metas) if loss is None else [grads[loss.output]]
         # As in the base class: no views or versions are tracked.
-        with torch._C._AutoDispatchBelowADInplaceOrView():
+        with NAMING_ORIGINS, torch._C._AutoDispatchBelowADInplaceOrView():
             results, rest = code.backward_inputs(self.tp, saved, *tangents)  # type: ignore[attr-defined]
 
         unreached = self.unreached(grads)
 
         def compute() -> list[Tensor | None]:
-            with torch._C._AutoDispatchBelowADInplaceOrView():
+            with NAMING_ORIGINS, torch._C._AutoDispatchBelowADInplaceOrView():
                 gradients = list(code.backward_weights(self.tp, rest))  # type: ignore[attr-defined]
             for index in self.padded:
                 gradients[index] = self.without_padding(index, gradients[index])
@@ -199,7 +200,7 @@ class LateGradients:
         runner, results = self._runner, self.computed.take()
         if results is None:
             code: Any = runner.code
-            with torch._C._AutoDispatchBelowADInplaceOrView():
+            with NAMING_ORIGINS, torch._C._AutoDispatchBelowADInplaceOrView():
                 made = code.backward_weights(runner.tp, self.handed.take())
             results = [made[index] for index in self.indices]
         unreached = self.unreached.take() or ()

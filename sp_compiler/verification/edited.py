@@ -13,7 +13,7 @@ from torch import Tensor
 from sp_compiler.base.autocast import without_autocast
 from sp_compiler.base.errors import ArgumentError
 from sp_compiler.base.pass_report import Pass
-from sp_compiler.codegen.loading import line_of
+from sp_compiler.codegen.loading import origin_of
 from sp_compiler.ir.compiled_program import CompiledProgram
 from sp_compiler.ir.fx import carries_gradient
 from sp_compiler.verification.judge import Numbers, Precision, Reference, unit_tangent
@@ -74,7 +74,7 @@ def check_edited(
         )
     except Exception as error:  # its statements may raise anything
         raise ArgumentError(
-            f"the edited code fails: {type(error).__name__}: {error}{line_of(error)}"
+            f"the edited code fails: {type(error).__name__}: {error}\n{origin_of(error)}"
         ) from error
     if not row.ok:
         raise ArgumentError(

@@ -71,7 +71,7 @@ def test_the_comparison_sees_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -
         check_against_autograd(gpt_block("paper"), "selective")
 
 
-def _load_without_one_sum(source: str) -> dict[str, Any]:
+def _load_without_one_sum(source: str, _: Any) -> dict[str, Any]:
     changed = re.sub(r"(= grad_\w+) \+ (grad_\w+)", r"\1 - \2", source)
     assert changed != source
     return load(changed)

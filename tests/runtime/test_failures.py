@@ -107,9 +107,12 @@ def test_exchanges_do_not_fill_the_store(boards: list[FailureBoard]) -> None:
 
 
 def test_an_error_of_one_rank_alone_is_not_over(boards: list[FailureBoard]) -> None:
-    boards[1].report(ValueError("a mistake"))
+    error = ValueError("a mistake")
+    error.add_note("in the second layer")
+    boards[1].report(error)
     said = _on_ranks(lambda rank: boards[rank].exchange("x", "", "comes", timedelta(seconds=0.7)))
-    assert "rank 1 of the group of two failed: ValueError: a mistake" in str(said[0])
+    text = "ValueError: a mistake\nin the second layer"
+    assert f"rank 1 of the group of two failed: {text}" in str(said[0])
     assert "rank 1 failed and rank 0 did not" in str(said[1])
 
 

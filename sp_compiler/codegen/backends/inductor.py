@@ -11,8 +11,12 @@ from torch import Tensor
 from torch.fx import Graph
 
 from sp_compiler.codegen.backends import LoadedProgram
-from sp_compiler.codegen.loading import load
-from sp_compiler.codegen.module_text import CompiledRegion, module_source, region_text
+from sp_compiler.codegen.module_text import (
+    CompiledRegion,
+    load_classes,
+    module_source,
+    region_text,
+)
 from sp_compiler.codegen.nesting import Apart
 from sp_compiler.inductor.fused import Fused, TracingRank, first_line
 from sp_compiler.inductor.split import IMPORT, split_method
@@ -35,7 +39,7 @@ def compile_regions(regions: Sequence[CompiledRegion], products: bool = True) ->
         for each in regions
     }
     source = module_source(texts.values(), (IMPORT,))
-    namespace = load(source)
+    namespace = load_classes(source, texts.values())
     # Loaded before tracing, because the functions of the text are traced.
     codes = {name: namespace[text.name] for name, text in texts.items()}
     # For the plan: nothing else shows what is not compiled, because it runs all the same.

@@ -1,1 +1,1 @@
-"""Handling of ranks that fail or are restarted."""
+"""Errors of generated code, and ranks that fail or are restarted."""

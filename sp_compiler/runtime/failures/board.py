@@ -100,7 +100,8 @@ class FailureBoard:
         if self._failed:
             return
         self._failed = True
-        record = {"text": f"{type(error).__name__}: {error}", "started": self.num_started}
+        lines = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
+        record = {"text": "\n".join(lines), "started": self.num_started}
         # If the process that serves the store is gone, connections break on all ranks anyway.
         with contextlib.suppress(RuntimeError):
             self.store.set(self._key(self.rank), json.dumps(record))

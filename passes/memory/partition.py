@@ -28,6 +28,7 @@ from sp_compiler.ir.symbolic import Sizes, example_number, symbol_of, symbols_in
 from sp_compiler.passes.memory.sums_in_place import reduce_in_place, sum_in_place
 from sp_compiler.passes.memory.zero_tangents import drop_zero_tangents
 from sp_compiler.passes.overlap import overlap_collectives
+from sp_compiler.trace.autograd_functions.reached import drop_all
 from sp_compiler.trace.joint import JointGraph
 
 
@@ -101,6 +102,7 @@ def partition(joint: JointGraph, options: PartitionOptions | None = None) -> Par
     # After the loss's backward is made: there a summand may be zero.
     backwards = [] if backward is None else [backward, *([] if loss is None else [loss.backward])]
     for graph in backwards:
+        drop_all(graph)
         sum_in_place(graph, _of_parameters(graph, joint.input_kinds), options.world_size)
     for graph in (forward, *backwards) if options.reduce_in_place else ():
         reduce_in_place(graph)

@@ -11,7 +11,12 @@ gradient ``z``          ``None``
 ======================  =========================
 
 A backward is linear in its tangents: if all tangent-dependent operands of an operator are zero, so
-is its result.
+is its result. Those of the user's own functions may be something else
+(:mod:`sp_compiler.trace.autograd_functions.reached`)::
+
+    reached(x, [z])       zero: the function's backward does not run
+    reached(z, [z, g])    zeros(shape), which the function gets
+    reached(x, [z, g])    x
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ from sp_compiler.ir.fx import arguments, tensor_operands
 from sp_compiler.ir.op_traits import FILLED
 from sp_compiler.ir.rewriting import erase_dead, make_call
 from sp_compiler.ir.symbolic import same_shape
+from sp_compiler.trace.autograd_functions.reached import REACHED, drop_all
 
 aten = torch.ops.aten
 
@@ -49,13 +55,19 @@ def drop_zero_tangents(graph: Graph, tangents: Collection[Node], zero: Collectio
             _without_zeros(node, nothing)
             continue
         linear.add(node)
+        if node.target is REACHED:
+            gradient, moving = node.args
+            if gradient in nothing and not nothing.issuperset(moving):
+                node.replace_input_with(gradient, _zeros(node, gradient.meta["val"], gradient))
+                continue
         # Erased below as dead code, once the output does not use it.
         if all(operand in nothing for operand in moving):
             nothing.add(node)
-        elif any(operand in nothing for operand in moving):
+        elif node.target is not REACHED and any(operand in nothing for operand in moving):
             _without_zeros(node, nothing)
     output = graph.output_node()
     output.args = (tuple(None if grad in nothing else grad for grad in output.args[0]),)
+    drop_all(graph)
     erase_dead(graph)
     # Last: until their users are gone, they cannot be erased.
     for node in zero:

@@ -48,6 +48,21 @@ class LossBackward:
     run: Callable[..., tuple[Tensor | None, ...]]
 
 
+@dataclass(frozen=True)
+class Reached:
+    """From which outputs of a region gradients flow, where it is not from all of them.
+
+    Attributes:
+        inputs: by index of an input. If none of its outputs has a gradient, the input has none in
+            eager code either.
+        functions: by line of the model, for backwards of the user's own that are not linear: they
+            do not run if none of their outputs has a gradient.
+    """
+
+    inputs: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    functions: Mapping[str, frozenset[int]] = field(default_factory=dict)
+
+
 class Kernel(Protocol):
     """A function of the generated code that the backend compiles when the program first runs.
 
@@ -98,8 +113,7 @@ class CompiledProgram:
             from the region's graph.
         loss_backwards: name of the region with the model's loss to its backward from only the loss;
             empty if no gradient can flow through its other outputs.
-        reached_from: region name to the outputs from which a gradient reaches an input, for inputs
-            that are not reached from all of them.
+        reached_from: region name to the outputs from which gradients flow.
         notes: fallbacks with reasons.
         kernels: region name to functions that all ranks still have to compile before any runs them.
         replicated: (region, operator) of operators that run replicated because the check rejected
@@ -122,7 +136,7 @@ class CompiledProgram:
     world_size: int
     differentiable: dict[str, tuple[bool, ...]] = field(default_factory=dict)
     loss_backwards: dict[str, LossBackward] = field(default_factory=dict)
-    reached_from: dict[str, Mapping[int, frozenset[int]]] = field(default_factory=dict)
+    reached_from: dict[str, Reached] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     kernels: Mapping[str, Sequence[Kernel]] = field(default_factory=dict)
     replicated: tuple[tuple[str, str], ...] = ()

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from sp_compiler.base.autocast import cast_back, with_captured_casts
 from sp_compiler.base.errors import ArgumentError, UnsupportedError
 from sp_compiler.base.storage import guarded
-from sp_compiler.ir.compiled_program import CompiledProgram
+from sp_compiler.ir.compiled_program import CompiledProgram, Reached
 from sp_compiler.ir.program import Call, Ref, Region
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.ops.counter import call_seeds
@@ -102,7 +102,7 @@ class Executor:
                     if region.input_kinds[index] == "param" and placement.padding(tp.world_size)
                 },
                 partial=_partial_gradients(region),
-                reached_from=compiled.reached_from.get(region.name, {}),
+                reached_from=compiled.reached_from.get(region.name, Reached()),
             )
             for region in compiled.program.regions
         }

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from sp_compiler.base.autocast import with_captured_casts
 from sp_compiler.base.errors import UnsupportedError
 from sp_compiler.base.placement import Placement
-from sp_compiler.ir.compiled_program import LossBackward, RegionCode
+from sp_compiler.ir.compiled_program import LossBackward, Reached, RegionCode
 from sp_compiler.ops.communicator import Communicator
 from sp_compiler.ops.gpu.host_memory import HostTrip
 from sp_compiler.runtime.failures.origins import NAMING_ORIGINS
@@ -27,6 +27,7 @@ from sp_compiler.runtime.parameter_gradients import (
     opaque,
     parameter_edges,
     refuse_batched,
+    refuse_unreached,
 )
 
 
@@ -56,8 +57,7 @@ class RegionRunner:
 
     ``parameters``: indices of inputs that are parameters. ``padded``: those that are padded shards,
     with their placements. ``partial``: those whose gradients are partial sums, if they are read as
-    DTensors. ``reached_from``: for inputs that gradients reach only from some outputs, those
-    outputs.
+    DTensors. ``reached_from``: where gradients come from.
     """
 
     code: RegionCode
@@ -67,7 +67,7 @@ class RegionRunner:
     loss_backward: LossBackward | None = None
     padded: Mapping[int, Placement] = field(default_factory=dict)
     partial: frozenset[int] = frozenset()
-    reached_from: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    reached_from: Reached = field(default_factory=Reached)
 
     def __call__(self, inputs: Sequence[Any], owners: Sequence[Tensor]) -> tuple[Any, ...]:
         """Outputs of the region.
@@ -146,6 +146,7 @@ class RegionRunner:
 
     def tangents(self, grads: Sequence[Tensor | None], metas: Sequence[Any]) -> list[Tensor]:
         """Return the gradients of the differentiable outputs, zeros for missing ones."""
+        refuse_unreached(self.reached_from.functions, grads)
         flowing = [grad for grad, flows in zip(grads, self.differentiable, strict=True) if flows]
         return [
             torch.zeros(shape, dtype=dtype, device=device)
@@ -163,7 +164,7 @@ class RegionRunner:
         """
         return [
             index
-            for index, outputs in self.reached_from.items()
+            for index, outputs in self.reached_from.inputs.items()
             if all(grads[output] is None for output in outputs)
         ]
 

@@ -28,6 +28,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from sp_compiler.base.errors import PassError
 from sp_compiler.base.pass_report import Pass, report_of
 from sp_compiler.base.python_text import identifier
+from sp_compiler.ir.compiled_program import Reached
 from sp_compiler.ir.fx import ancestors, carries_gradient
 from sp_compiler.ir.op_traits import COPIES, RESULT_NAMES
 from sp_compiler.ir.program import Region
@@ -35,6 +36,7 @@ from sp_compiler.ir.rewriting import copy_graph, erase_dead
 from sp_compiler.ir.snapshot import IN_CHUNKS
 from sp_compiler.ir.symbolic import inline_sizes, same_shape
 from sp_compiler.trace import effects
+from sp_compiler.trace.autograd_functions import reached
 from sp_compiler.trace.tracer_patches import (
     fix_states_of_lstms,
     generators_left_alone,
@@ -93,6 +95,11 @@ class JointGraph:
         return self.placeholders[self.num_inputs :]
 
     @property
+    def outputs_of_tangents(self) -> dict[fx.Node, int]:
+        """The index of the output that each tangent belongs to."""
+        return dict(zip(self.tangents, self.tangent_outputs, strict=True))
+
+    @property
     def outputs(self) -> list[fx.Node]:
         return list(self._results[: self.num_outputs])
 
@@ -106,23 +113,9 @@ class JointGraph:
         """Return whether a gradient flows through each output."""
         return tuple(index in self.tangent_outputs for index in range(self.num_outputs))
 
-    def reached_from(self) -> dict[int, frozenset[int]]:
-        """Return, for each input whose gradient depends on only some tangents, their outputs.
-
-        If none of these outputs has a gradient, the input has none in eager code either.
-        """
-        outputs: dict[fx.Node, frozenset[int]] = {
-            tangent: frozenset({output})
-            for tangent, output in zip(self.tangents, self.tangent_outputs, strict=True)
-        }
-        for node in self.graph.nodes:
-            if node.op == "call_function":
-                operands = (outputs.get(each, frozenset()) for each in node.all_input_nodes)
-                outputs[node] = frozenset().union(*operands)
-        grads = ((index, grad) for index, grad in enumerate(self.grads) if grad is not None)
-        reached = {index: outputs.get(grad, frozenset()) for index, grad in grads}
-        num_all = len(self.tangent_outputs)
-        return {index: found for index, found in reached.items() if len(found) < num_all}
+    def reached_from(self) -> Reached:
+        """Return from which outputs gradients flow to the inputs."""
+        return reached.reached_from(self.graph, self.outputs_of_tangents, self.grads)
 
     def copy(self) -> JointGraph:
         """Return a copy with new nodes, whose ``meta`` can be changed."""
@@ -166,6 +159,7 @@ def trace_joint(region: Region) -> JointGraph:
     joint = _rebuild(traced.graph, region)
     # Before provenance is copied: copies of outputs are recognized by having no source.
     _drop_no_ops(joint.graph)
+    reached.drop_determined(joint.graph, joint.outputs_of_tangents)
     _copy_provenance(joint, region)
     return joint
 
@@ -200,7 +194,7 @@ class _Interpreted(nn.Module):
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__()
-        self._run = fx.Interpreter(module, graph=_with_sources(module.graph)).run
+        self._run = reached.ReachedGradients(module, graph=_with_sources(module.graph)).run
 
     def forward(self, *args: Tensor) -> tuple[Tensor, ...]:
         outputs = self._run(*args)

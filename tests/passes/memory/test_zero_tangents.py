@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import sp_compiler
 from sp_compiler.passes.memory.zero_tangents import drop_zero_tangents
+from sp_compiler.trace.autograd_functions.reached import REACHED
 from tests.helpers.users import assert_same_gradients, gradients
 from tests.models import zoo
 
@@ -33,6 +34,9 @@ REWRITES: dict[str, tuple[Backward, list[str]]] = {
     "broadcast sum": (lambda x, g, z: (z + g[:1],), ["slice", "zeros", "add"]),
     "joined": (lambda x, g, z: (torch.cat([g, z * x]),), ["zeros", "cat"]),
     "only its shape": (lambda x, g, z: (g * torch.ones_like(z),), ["zeros", "ones_like", "mul"]),
+    "reached by nothing": (lambda x, g, z: (g * x, REACHED(x.cos(), [z]) * 0), ["mul"]),
+    "reached by another": (lambda x, g, z: (REACHED(x.cos(), [g, z]) + z,), ["cos"]),
+    "zeros, but reached": (lambda x, g, z: (REACHED(z * x, [g, z]),), ["zeros"]),
     "one of two results": (lambda x, g, z: (g * x, z * x), ["mul"]),
 }
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -31,6 +32,8 @@ from sp_compiler.ir.symbolic import SYMBOLIC
 _library = torch.library.Library("sp_compiler_function", "DEF")
 _library.define("apply(Tensor[] inputs, int call) -> Tensor[]")
 _APPLY = torch.autograd.Function.__dict__["apply"]
+_Base: Any = torch.autograd.function._SingleLevelFunction
+_IS_RUNNING = ContextVar("a recorded function runs", default=False)
 
 # Operators that pointwise functions may use in addition to those that torch tags as pointwise.
 _KEEP_SHAPE = frozenset(
@@ -82,9 +85,14 @@ class FunctionCall:
             leaves[position] = value
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         # The autocast around the call: the casts inside the function are not in the graph yet.
-        with under_autocast(self.autocast):
-            # The original ``apply``: the patched one would record the call again.
-            result = _APPLY.__get__(None, self.function)(*args, **kwargs)
+        # The original ``apply``: the patched one would record the call again.
+        run = _APPLY.__get__(None, self.function)
+        token = _IS_RUNNING.set(True)
+        try:
+            with under_autocast(self.autocast):
+                result = run(*args, **kwargs)
+        finally:
+            _IS_RUNNING.reset(token)
         leaves, spec = pytree.tree_flatten(result)
         self.returned = [_TENSOR if isinstance(x, Tensor) else x for x in leaves], spec
         return [x for x in leaves if isinstance(x, Tensor)]
@@ -137,9 +145,18 @@ def recorded_functions() -> Iterator[list[FunctionCall]]:
     def apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         return _record(recorded, function, args, kwargs)
 
+    def apply_bound(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if _IS_RUNNING.get():
+            return super(_Base, function).apply(*args, **kwargs)
+        return apply(function, *args, **kwargs)
+
     # torch internals: Function.apply. Export traces through it, and the derivative of the forward
-    # would replace the function's; there is no hook to intercept the call.
-    with mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):
+    # would replace the function's; there is no hook to intercept the call. A model may have stored
+    # the bound method (``swish = Swish.apply``) before: that one calls the method of the base.
+    with (
+        mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)),
+        mock.patch.object(_Base, "apply", classmethod(apply_bound), create=True),
+    ):
         yield recorded
 
 

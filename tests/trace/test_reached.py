@@ -1,0 +1,121 @@
+"""Backwards that are not linear in their tangents: auxiliary losses, and results without gradient.
+
+As in eager code, each runs if a gradient reaches any of its results, and only then.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+import sp_compiler
+from sp_compiler import UnsupportedError
+from tests.helpers.users import assert_same_gradients
+
+_WIDTH = 8
+
+
+class WithAuxiliary(Function):
+    """Returns ``x``, and adds a loss to whatever is computed from it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, auxiliary: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, grad.new_ones(())
+
+
+class Regularized(Function):
+    """Adds to the gradient of an activation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad + 0.1 * x
+
+
+class Pair(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Any:
+        ctx.save_for_backward(x)
+        return 2 * x, 3 * y
+
+    @staticmethod
+    def backward(ctx: Any, of_x: Tensor, of_y: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return 2 * of_x + 0.1 * x, 3 * of_y
+
+
+class Experts(nn.Module):
+    """The gate is trained by its auxiliary loss; its logits are returned too."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.gate, self.up, self.head = (nn.Linear(_WIDTH, _WIDTH) for _ in range(3))
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        scores = self.gate(x)
+        hidden = self.up(x)
+        if self.kind != "apart":
+            hidden = hidden * scores.softmax(-1)
+        if self.kind == "pair":
+            hidden, scores = Pair.apply(hidden, scores)
+        elif self.kind == "regularized":
+            hidden = Regularized.apply(hidden)
+        else:
+            auxiliary = scores.softmax(-1).mean((0, 1)).square().sum()
+            hidden = WithAuxiliary.apply(hidden, 5 * auxiliary)
+        logits = self.head(hidden)
+        return hidden.square().mean(), logits, scores
+
+
+_KINDS = ["gated", "apart", "pair", "regularized"]
+_USES = {
+    "loss": lambda loss, logits, scores: loss,
+    "logits": lambda loss, logits, scores: logits.square().sum(),
+    "scores": lambda loss, logits, scores: scores.square().sum(),
+    "all": lambda loss, logits, scores: loss + logits.square().sum() + scores.square().sum(),
+}
+
+
+def _model(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    return Experts(kind).double()
+
+
+def _x() -> Tensor:
+    return torch.randn(2, 4, _WIDTH, generator=torch.Generator().manual_seed(1)).double()
+
+
+@pytest.mark.parametrize("use", _USES)
+@pytest.mark.parametrize("kind", _KINDS)
+def test_gradients_are_those_of_eager_code(kind: str, use: str) -> None:
+    eager = _model(kind)
+    module: Any = sp_compiler.compile(copy.deepcopy(eager), tp=1)
+    loss = _USES[use](*module(_x()))
+    if use == "scores" and kind != "pair":  # they do not depend on the function
+        with pytest.raises(UnsupportedError, match=r"\(test_reached.py:\d+ hidden = .*not linear"):
+            loss.backward()
+        return
+    loss.backward()
+    _USES[use](*eager(_x())).backward()
+    assert_same_gradients(module, eager)
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_gradients_of_two_ranks(kind: str) -> None:
+    report = sp_compiler.verify(_model(kind), ((_x(),), {}), tp=2)
+    assert report.ok, str(report)

@@ -75,7 +75,8 @@ def fold_attention_masks(captured: Captured) -> None:
     for node in calls(captured.module.graph, _sdpa):
         bound = arguments(node)
         mask = bound["attn_mask"]
-        if mask is None or bound["is_causal"]:
+        # Kernels scale after they have masked: 0 times -inf.
+        if mask is None or bound["is_causal"] or bound["scale"] == 0:
             continue
         if mask not in kinds:
             kinds[mask] = constants.kind(mask)

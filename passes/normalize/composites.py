@@ -1,4 +1,4 @@
-"""Composite operators that no sharding rule knows, as the operators they consist of."""
+"""Operators that no sharding rule knows, as the operators they consist of."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Collection, Hashable
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
@@ -14,14 +15,60 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from sp_compiler.base.pass_report import Pass
-from sp_compiler.ir.fx import mutates, tensor_operands
+from sp_compiler.ir.fx import arguments, mutates, shape_of, tensor_operands
 from sp_compiler.ir.op_traits import draws
-from sp_compiler.ir.rewriting import fake_mode_of, insert_call, replace_results
+from sp_compiler.ir.rewriting import fake_mode_of, insert_call, replace_call, replace_results
 from sp_compiler.ir.symbolic import is_open
 from sp_compiler.rules.table import has_rule
 from sp_compiler.trace.functionalize.composites import call_signature, is_composite, trace_call
 
 _ORIGIN = Pass.NORMALIZE
+_aten = torch.ops.aten
+
+
+def glu(node: Node) -> None:
+    """``glu(x)`` -> ``a * sigmoid(b)`` of the halves of ``x``."""
+    bound = arguments(node)
+    half = shape_of(node)[bound["dim"]]
+    args = (bound["self"], [half, half], bound["dim"])
+    halves = insert_call(node, _aten.split_with_sizes.default, args, origin=_ORIGIN)
+    value, gate = (
+        insert_call(node, operator.getitem, (halves, part), origin=_ORIGIN) for part in (0, 1)
+    )
+    gate = insert_call(node, _aten.sigmoid.default, (gate,), origin=_ORIGIN)
+    replace_call(node, _aten.mul.Tensor, (value, gate), origin=_ORIGIN)
+
+
+def masked_write(node: Node) -> None:
+    """``x[mask] = v``, and ``+= v`` -> ``where(mask, v, x)``, and ``x + where(mask, v, 0)``.
+
+    Only if ``v`` is the same at all places: its gradient would be a tensor of as many rows as the
+    mask selects, which is unknown.
+    """
+    bound = arguments(node)
+    x, value, indices = bound["self"], bound["values"], list(bound["indices"])
+    while indices[-1] is None:
+        indices.pop()
+    *before, mask = indices
+    if any(index is not None for index in before) or mask.meta["val"].dtype != torch.bool:
+        return
+    # The dims of x are those before the mask, those of the mask, and the rest.
+    num_before, num_masked = len(before), len(shape_of(mask))
+    rest = len(shape_of(x)) - num_before - num_masked
+    shape = list(shape_of(value))
+    if len(shape) > rest:
+        *outer, count = shape[: len(shape) - rest]
+        if is_open(count) or count != 1:
+            return
+        shape = [*outer, *[1] * num_masked, *shape[len(shape) - rest :]]
+        value = insert_call(node, _aten.reshape.default, (value, shape), origin=_ORIGIN)
+    wide = [*shape_of(mask), *[1] * rest]
+    mask = insert_call(node, _aten.reshape.default, (mask, wide), origin=_ORIGIN)
+    if bound["accumulate"]:
+        added = insert_call(node, _aten.where.ScalarOther, (mask, value, 0), origin=_ORIGIN)
+        replace_call(node, _aten.add.Tensor, (x, added), origin=_ORIGIN)
+    else:
+        replace_call(node, _aten.where.self, (mask, value, x), origin=_ORIGIN)
 
 
 def split_composites(graph: Graph, known: Collection[object]) -> None:

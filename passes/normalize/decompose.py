@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ from sp_compiler.ir.fx import arguments, calls, carries_gradient, is_call, shape
 from sp_compiler.ir.rewriting import insert_call, refake, replace_call, replace_with
 from sp_compiler.ir.symbolic import same_shape
 from sp_compiler.passes.normalize.cells import bilinear, gru_cell
+from sp_compiler.passes.normalize.composites import glu, masked_write
 from sp_compiler.passes.normalize.einsum import contract
 from sp_compiler.passes.normalize.losses import (
     binary_cross_entropy_with_logits,
@@ -40,7 +40,8 @@ def canonical_operators(graph: Graph) -> None:
     - ``broadcast_tensors(x, y)[i]`` -> ``expand`` of one
     - ``einsum`` -> ``matmul`` or ``linear``, sums and permutations, see :func:`.einsum.contract`
     - ``adaptive_avg_pool`` to one element -> ``mean``
-    - ``glu(x)`` -> ``a * sigmoid(b)`` of the halves of ``x``
+    - ``glu(x)`` -> ``a * sigmoid(b)`` of the halves of ``x``; a real ``sgn(x)`` -> ``sign``
+    - ``x[mask] = v`` of a value that does not depend on the place -> ``where``
     - ``cross_entropy`` of logits with classes in dim 1 of several -> that of rows of logits; with
       probabilities as targets -> their elementwise product with ``log_softmax``
     - ``logsumexp`` that keeps its dims -> one that does not, and ``reshape``
@@ -154,16 +155,10 @@ def _einsum(node: Node) -> None:
         replace_with(node, contract(node, bound["equation"], bound["tensors"], bound["path"]))
 
 
-def _glu(node: Node) -> None:
-    bound = arguments(node)
-    half = shape_of(node)[bound["dim"]]
-    args = (bound["self"], [half, half], bound["dim"])
-    halves = insert_call(node, _aten.split_with_sizes.default, args, origin=_ORIGIN)
-    value, gate = (
-        insert_call(node, operator.getitem, (halves, part), origin=_ORIGIN) for part in (0, 1)
-    )
-    gate = insert_call(node, _aten.sigmoid.default, (gate,), origin=_ORIGIN)
-    replace_call(node, _aten.mul.Tensor, (value, gate), origin=_ORIGIN)
+def _sgn(node: Node) -> None:
+    # Backward of a real ``sgn`` is made of tensors that torch's own tracing cannot represent.
+    if not node.meta["val"].is_complex():
+        replace_call(node, _aten.sign.default, node.args, origin=_ORIGIN)
 
 
 def _pooled_to_one(node: Node) -> None:
@@ -258,7 +253,7 @@ def _strided_slice(node: Node) -> None:
     start = bound["start"] or 0
     start = start if start >= 0 else torch.sym_max(start + shape[dim], 0)
     # A dim that is not divisible by the step cannot be split into factors that a rule could name.
-    if shape[dim] % step or shape_of(node)[dim] != shape[dim] // step:
+    if not shape[dim] or shape[dim] % step or shape_of(node)[dim] != shape[dim] // step:
         return
     size = [*shape[:dim], shape[dim] // step, step, *shape[dim + 1 :]]
     groups = insert_call(node, _aten.reshape.default, (x, size), origin=_ORIGIN)
@@ -304,7 +299,7 @@ def _repeated(node: Node, narrow: list[tuple[int, int]], wide: list[tuple[int, i
 
 def _logsumexp(node: Node) -> None:
     bound = arguments(node)
-    if not bound["keepdim"]:
+    if not bound["keepdim"] or not bound["dim"]:  # no dims: all of them
         return
     rows = insert_call(node, node.target, (bound["self"], bound["dim"]), origin=_ORIGIN)
     replace_call(node, _aten.reshape.default, (rows, list(shape_of(node))), origin=_ORIGIN)
@@ -357,7 +352,9 @@ _REWRITES: dict[object, Callable[[Node], None]] = {
     _aten.matmul.default: _product,
     _aten.mm.default: _product,
     _aten.einsum.default: _einsum,
-    _aten.glu.default: _glu,
+    _aten.glu.default: glu,
+    _aten.sgn.default: _sgn,
+    _aten.index_put.default: masked_write,
     **{getattr(_aten, f"adaptive_avg_pool{n}d").default: _pooled_to_one for n in (1, 2, 3)},
     _aten._weight_norm.default: _weight_norm,
     _aten.norm_except_dim.default: _norm_except_dim,

@@ -208,7 +208,8 @@ def multilabel_margin_loss(node: Node) -> None:
         reduce = _aten.mean.default if args["reduction"] == _MEAN else _aten.sum.default
         losses = _call(node, reduce, losses)
     else:
-        losses = _call(node, _aten.reshape.default, losses, list(shape_of(node)))
+        # Not the node's shape: of one sample, torch's fake kernel makes another than the real one.
+        losses = _call(node, _aten.reshape.default, losses, list(shape_of(args["target"])[:-1]))
     replace_with(node, losses)
 
 

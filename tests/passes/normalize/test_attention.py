@@ -167,6 +167,17 @@ def test_known_masks_are_folded(make: Callable[[Tensor], Tensor], arguments: str
     torch.testing.assert_close(outputs(captured, x)[0], expected, rtol=1e-13, atol=1e-13)
 
 
+def test_a_scale_of_zero_stays() -> None:
+    def attention(x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x, _causal(x), scale=0.0)
+
+    x = randn(2, 3, 6, 4)
+    captured = normalized(attention, x)
+    (call,) = calls(captured.module.graph, aten.scaled_dot_product_attention.default)
+    assert not arguments(call)["is_causal"]
+    torch.testing.assert_close(outputs(captured, x)[0], attention(x), rtol=1e-13, atol=1e-13)
+
+
 @pytest.mark.parametrize(
     "make",
     [

@@ -15,8 +15,8 @@ from sp_compiler.ir.fx import is_getitem
 from sp_compiler.passes.normalize import normalize
 from sp_compiler.rules.table import has_rule
 from sp_compiler.trace.export import capture
-from tests.helpers.normalized import Function, normalized, outputs, randn
-from tests.helpers.users import compiled, num_compiled
+from tests.helpers.normalized import Function, OfWeights, normalized, outputs, randn, text
+from tests.helpers.users import assert_same_gradients, compiled, num_compiled
 
 
 def _operators(function: Callable[[Tensor], Any], x: Tensor) -> set[str]:
@@ -122,3 +122,81 @@ def test_an_open_size_of_another_tensor_stays_open() -> None:
     assert "aten.repeat_interleave.self_Tensor" in targets
     assert captured.sizes is not None
     captured.sizes.require_known()
+
+
+_ROWS = torch.tensor([True, False, True])
+_PLACES = torch.tensor([[True, False, True, True], [False] * 4, [True] * 4])
+# name: a write into (3, 4, 5) numbers of one value, which has no dim of the rows that it fills.
+_WRITES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a row": lambda x, w: x.index_put((_PLACES,), w[0]),
+    "a row, by its rank": lambda x, w: x.index_put((_PLACES,), w[:1]),
+    "a number": lambda x, w: x.index_put((_PLACES,), w[0, 0]),
+    "one number in each row": lambda x, w: x.index_put((_ROWS,), w[:, :1]),
+    "rows of several": lambda x, w: x.index_put((_ROWS,), w),
+    "rows, with a dim for them": lambda x, w: x.index_put((_ROWS,), w[None]),
+    "single elements": lambda x, w: x.index_put((x > 0,), w[0, 0]),
+    "added": lambda x, w: x.index_put((_PLACES,), w[0], accumulate=True),
+    "behind a dim": lambda x, w: torch.ops.aten.index_put(x, [None, _PLACES[0]], w[0]),
+    "behind a dim that it has": lambda x, w: torch.ops.aten.index_put(
+        x, [None, _PLACES[0]], w[:3, None]
+    ),
+    "before a dim": lambda x, w: torch.ops.aten.index_put(x, [_ROWS, None], w),
+}
+
+
+@pytest.mark.parametrize("name", _WRITES)
+def test_one_value_is_written_by_where(name: str) -> None:
+    """The gradient of the value would have as many rows as the mask selects."""
+    write = _WRITES[name]
+    x, weights = randn(3, 4, 5, grad=True), randn(4, 5, grad=True)
+    captured = normalized(write, x, weights)
+    assert "index_put" not in text(captured)
+    found, expected = outputs(captured, x, weights)[0], write(x, weights)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    tangent = randn(3, 4, 5)
+    for grad, true in zip(
+        torch.autograd.grad(found, (x, weights), tangent),
+        torch.autograd.grad(expected, (x, weights), tangent),
+        strict=True,
+    ):
+        torch.testing.assert_close(grad, true, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x, w: x.index_put((_ROWS,), torch.stack([w, 2 * w])),  # a row each
+        lambda x, w: x.index_put((torch.tensor([0, 2]),), w),
+        lambda x, w: torch.ops.aten.index_put(x, [_ROWS, torch.tensor([0, 1])], w[0]),
+    ],
+)
+def test_other_writes_stay(write: Callable[[Tensor, Tensor], Tensor]) -> None:
+    assert "index_put" in text(normalized(write, randn(3, 4, 5, grad=True), randn(4, 5, grad=True)))
+
+
+def test_a_model_that_masks_with_a_trained_vector() -> None:
+    model = OfWeights(lambda x, keep, w: (x * 2).index_put((keep,), w).square(), torch.ones(5))
+    eager = copy.deepcopy(model.double())
+    module, x = compiled(lambda: model), randn(3, 4, 5)
+    for each in (eager, module):
+        each(x, _PLACES).sum().backward()
+    assert_same_gradients(module, eager)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.sgn(x) * x,
+        lambda x: x[:, :0][:, 5::2],
+        lambda x: x.logsumexp([], keepdim=True),
+    ],
+    ids=["sign", "step through nothing", "over no dims"],
+)
+def test_rare_forms(function: Callable[[Tensor], Tensor]) -> None:
+    x, same = randn(3, 4, grad=True), randn(3, 4, grad=True)
+    module = compiled(lambda: OfWeights(lambda y, w: function(y * w), torch.ones(4).double()))
+    found, expected = module(x), function(same * 1)
+    torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
+    found.sum().backward()
+    expected.sum().backward()
+    torch.testing.assert_close(x.grad, same.grad, rtol=1e-14, atol=1e-14)

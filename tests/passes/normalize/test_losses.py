@@ -149,6 +149,9 @@ _FUNCTIONS |= {
         x.float().log_softmax(-1, x.dtype).gather(1, _IDS[:, None])
     ),
     "several labels, one sample": lambda x: F.multilabel_margin_loss(x[0], _SEVERAL[0]),
+    "several labels, none, one sample": lambda x: F.multilabel_margin_loss(
+        x[0], _SEVERAL[0], reduction="none"
+    ),
     "likelihood, cast": lambda x: F.nll_loss(F.log_softmax(x.float(), 1, dtype=x.dtype), _IDS),
 }
 

@@ -22,12 +22,24 @@ InputKind = Literal["param", "buffer", "number", "value"]
 
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 _INVOKE = torch.ops.higher_order.invoke_subgraph
+_FMA = torch.ops.prims.fma.default
 # The steps of an expression such as ``L['self']._modules['layers']._modules['0'].weight``.
 _STEP = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]|([A-Za-z_]\w*|\d+)")
 # Its first step, if it is a module: ``L`` is for locals of the function that dynamo traces.
 _ROOT = re.compile(r"[LG]\['[^']+'\](?=\.|$)")
 # Functions of torch that all derivatives of ``torch.func`` call first.
 _DERIVATIVES = ("_grad_increment_nesting", "_jvp_increment_nesting")
+# torch internals: how dynamo writes contexts, by what the model has written.
+_ENTERED = {
+    torch.amp.autocast_mode._enter_autocast: torch.autocast,
+    torch.autograd.grad_mode._enter_inference_mode: torch.inference_mode,
+}
+_LEFT = (torch.amp.autocast_mode._exit_autocast, torch.autograd.grad_mode._exit_inference_mode)
+# Functions that :func:`~sp_compiler.base.autocast.explicit_casts` patches by their names.
+_PATCHED = {
+    torch.inner: (torch, "inner"),
+    torch.linalg.multi_dot: (torch.linalg, "multi_dot"),
+}
 # An argument of :meth:`GraphModel.forward` as the capture calls it.
 _CAPTURED = re.compile(r"'tensors_(\d+)'")
 _TABLES = ("_modules", "_parameters", "_buffers")
@@ -197,10 +209,34 @@ class _InliningInterpreter(Interpreter):
     """Runs the bodies of checkpointed and marked regions inline.
 
     ``item()`` of a float that dynamo passes as a tensor returns the number, since
-    :meth:`DynamoGraph.bind` has converted it already.
+    :meth:`DynamoGraph.bind` has converted it already. Contexts are entered as by the model itself:
+    while a trace is recorded, dynamo's functions for them would do nothing.
     """
 
+    def __init__(self, module: GraphModule) -> None:
+        super().__init__(module)
+        self._entered: list[Any] = []
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the graph; an error leaves all contexts."""
+        try:
+            return super().run(*args, **kwargs)
+        finally:
+            while self._entered:
+                self._entered.pop().__exit__(None, None, None)
+
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target in _ENTERED:
+            self._entered.append(_ENTERED[target](*args, **kwargs))
+            self._entered[-1].__enter__()
+            return self._entered[-1]
+        if target in _LEFT:
+            self._entered.remove(args[0])
+            return args[0].__exit__(None, None, None)
+        if target is _FMA and not isinstance(args[1], Tensor):  # of addcmul_(value=...)
+            return torch.add(args[2], args[0], alpha=args[1])
+        if target in _PATCHED:  # dynamo holds the original
+            target = getattr(*_PATCHED[target])
         # Higher-order operators would be opaque to the passes; recompute= decides anyway.
         if target is _CHECKPOINT:
             return _InliningInterpreter(args[0]).run(*args[1:])

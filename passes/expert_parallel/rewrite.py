@@ -149,10 +149,11 @@ class Rewrite:
         if rule is None:
             return None
         operands = list(zip(tensor_operands(node), rule.operands, strict=True))
-        rows = {dims[0] for operand, dims in operands if operand in inside}
-        factor = next(iter(rows))[:1]
+        # Not a set: factors with open sizes cannot be hashed.
+        rows = [dims[0] for operand, dims in operands if operand in inside]
+        factor = rows[0][:1]
         mixed = (*rule.contracted, *rule.averaged)
-        if len(rows) > 1 or rows != {factor} or not factor or factor[0] in mixed:
+        if any(each != factor for each in rows) or not factor or factor[0] in mixed:
             return None
         every = [*(dims for _, dims in operands), *rule.results]
         with_rows = [dims for dims in every if any(factor[0] in dim for dim in dims)]

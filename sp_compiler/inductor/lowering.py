@@ -244,8 +244,25 @@ def compile_graph(traced: Traced) -> Callable[[list[Any]], Sequence[Any]]:
     with contextlib.ExitStack() as stack:
         for each in (*settings, *mends):
             stack.enter_context(each)
-        kernels: Any = compile_fx_inner(traced.module, list(traced.fakes), is_inference=True)
+        fakes = [_in_present_symbols(fake) for fake in traced.fakes]
+        for node, fake in zip(traced.module.graph.find_nodes(op="placeholder"), fakes, strict=True):
+            node.meta["val"] = fake
+        kernels: Any = compile_fx_inner(traced.module, fakes, is_inference=True)
     return kernels
+
+
+def _in_present_symbols(value: Any) -> Any:
+    """Return an open size in the symbols of tensors' shapes, anything else as it is.
+
+    The capture may have found out later that two inputs have equal sizes (ids and labels). Inductor
+    reads the old symbol of a size that is an argument, and the new one from shapes.
+    """
+    if not isinstance(value, torch.SymInt):
+        return value
+    node = value.node
+    if node.expr.is_number:
+        return int(node.expr)
+    return node.shape_env.create_symintnode(node.expr, hint=node.hint)
 
 
 @contextlib.contextmanager

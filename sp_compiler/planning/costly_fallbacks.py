@@ -128,8 +128,9 @@ class FallbackCheck:
         self._known.update(fallback.module for fallback in new)
         if new and self._rank == 0:
             warn(
-                f"{_text(new, self._options.tp)}\nThe results are correct. strict=True raises an "
-                "error instead; a hint Replicate() says that a parameter is meant to be replicated."
+                f"{_text(new, self._options.tp)}\nReplication changes no results. strict=True "
+                "raises an error instead; a hint Replicate() says that a parameter is meant to be "
+                "replicated."
             )
 
 

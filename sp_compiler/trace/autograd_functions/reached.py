@@ -11,7 +11,7 @@ those that none reaches. In a traced graph an operator says so::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from sp_compiler.base.provenance import source_line
 from sp_compiler.ir.compiled_program import Reached
-from sp_compiler.ir.fx import ancestors
+from sp_compiler.ir.fx import ancestors, carries_gradient, tensor_operands
 from sp_compiler.ir.op_traits import COPIES, FILLED, is_view
 
 _library = torch.library.Library("sp_compiler_function", "FRAGMENT")
@@ -31,14 +31,15 @@ _library.define("reached(Tensor gradient, Tensor[] tangents) -> Tensor")
 _library.impl("reached", lambda gradient, _: gradient.clone(), "CompositeExplicitAutograd")
 REACHED = torch.ops.sp_compiler_function.reached.default
 
-_LINEAR = frozenset({"aten", "prims", "sp_compiler"})
+_LINEAR = frozenset({"aten", "prims", "sp_compiler", "higher_order"})
 """Namespaces of operators whose backward is linear."""
-_PRODUCTS = frozenset({"aten::mul", "aten::mm", "aten::bmm"})
+_PRODUCTS = frozenset({"mul", "div", "mm", "bmm"})
 """Operators whose result is zero if an operand is."""
-_SUMS = frozenset(
-    {"aten::add", "aten::sub", "aten::neg", "aten::sum", "aten::mean", "aten::where", "aten::cat"}
-)
-"""Operators whose result is zero if all operands are, apart from masks."""
+_KEEP_ZEROS = frozenset({
+    "add", "sub", "where", "cat", "neg", "sum", "mean", "abs", "sign", "tanh", "relu", "round",
+    "index", "index_select", "gather", "cumsum", "flip", "roll",
+})  # fmt: skip
+"""Operators whose result is zero if all operands are, apart from masks and indices."""
 
 
 class ReachedGradients(Interpreter):
@@ -143,21 +144,31 @@ def _is_zero_with(gradient: Node, tangents: Sequence[Node]) -> bool:
     zero = set(tangents)
     between = ancestors([gradient], zero)
     for node in gradient.graph.nodes:
-        if node not in between or node.op != "call_function":
-            continue
-        operands = [each for each in node.all_input_nodes if not _is_mask(each)]
-        name = getattr(node.target, "_schema", None) and node.target._schema.name
-        if FILLED.get(node.target) == 0:
+        if node in between and node.op == "call_function" and _keeps_zeros(node, zero):
             zero.add(node)
-        elif name in _PRODUCTS:
-            zero.update([node] if any(each in zero for each in operands) else ())
-        elif name in _SUMS or is_view(node) or node.target in COPIES:
-            zero.update([node] if operands and zero.issuperset(operands) else ())
     return gradient in zero
 
 
-def _is_mask(node: Node) -> bool:
-    return node.meta["val"].dtype == torch.bool
+def _keeps_zeros(node: Node, zero: Collection[Node]) -> bool:
+    if node.target in FILLED:
+        return FILLED[node.target] == 0
+    namespace, _, name = getattr(node.target, "_name", "aten::").partition("::")
+    name = name.partition(".")[0]
+    # A kernel for a gradient, of torch or of the user's own.
+    if name in _PRODUCTS or "backward" in name or namespace != "aten":
+        return any(each in zero for each in node.all_input_nodes)
+    if not (name in _KEEP_ZEROS or is_view(node) or node.target in COPIES):
+        return False
+    # A number that is added.
+    if name in ("add", "sub") and len(tensor_operands(node)) < 2:
+        return False
+    operands = [each for each in node.all_input_nodes if not _chooses(each.meta["val"])]
+    return bool(operands) and all(each in zero for each in operands)
+
+
+def _chooses(value: Any) -> bool:
+    """Return whether a value is a mask or an index."""
+    return isinstance(value, Tensor) and not carries_gradient(value)
 
 
 def drop_all(graph: Graph) -> None:

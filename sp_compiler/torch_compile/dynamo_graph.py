@@ -22,7 +22,7 @@ InputKind = Literal["param", "buffer", "number", "value"]
 
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 _INVOKE = torch.ops.higher_order.invoke_subgraph
-_FMA = torch.ops.prims.fma.default
+_FMA = "prims.fma.default"  # by name: not all versions of torch have it
 # The steps of an expression such as ``L['self']._modules['layers']._modules['0'].weight``.
 _STEP = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]|([A-Za-z_]\w*|\d+)")
 # Its first step, if it is a module: ``L`` is for locals of the function that dynamo traces.
@@ -233,7 +233,7 @@ class _InliningInterpreter(Interpreter):
         if target in _LEFT:
             self._entered.remove(args[0])
             return args[0].__exit__(None, None, None)
-        if target is _FMA and not isinstance(args[1], Tensor):  # of addcmul_(value=...)
+        if str(target) == _FMA and not isinstance(args[1], Tensor):  # of addcmul_(value=...)
             return torch.add(args[2], args[0], alpha=args[1])
         if target in _PATCHED:  # dynamo holds the original
             target = getattr(*_PATCHED[target])

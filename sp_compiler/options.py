@@ -287,8 +287,7 @@ class CompileOptions:
         if self.offload and self.recompute != "auto":
             raise ArgumentError(
                 f"offload=True with recompute={self.recompute!r}: a budget decides what goes to "
-                'the host; use recompute="auto" with a memory_budget such as "12GiB", or a '
-                'device_memory such as "80GiB"'
+                'the host; use recompute="auto" with memory_budget="12GiB" or device_memory="80GiB"'
             )
         if self.offload and (self.tables_apart or self.split_backward):
             raise ArgumentError(

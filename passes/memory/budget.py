@@ -256,7 +256,7 @@ def _too_small(
         f"{least} ({_rounded_up(least)}){state}. At this minimum {where} needs the most memory: "
         f"{bytes_text(kept)} that it and the calls before it save for backward, and "
         f"{bytes_text(peak - kept)} for results, gradients and temporary values. "
-        "Raise the limit or tp, or use a smaller batch"
+        f"Raise {name} or tp, or use a smaller batch"
     )
     return BudgetError(message, peak)
 

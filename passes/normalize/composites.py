@@ -52,6 +52,8 @@ def masked_write(node: Node) -> None:
     *before, mask = indices
     if any(index is not None for index in before) or mask.meta["val"].dtype != torch.bool:
         return
+    if bound["accumulate"] and x.meta["val"].dtype == torch.bool:  # not a sum
+        return
     # The dims of x are those before the mask, those of the mask, and the rest.
     num_before, num_masked = len(before), len(shape_of(mask))
     rest = len(shape_of(x)) - num_before - num_masked

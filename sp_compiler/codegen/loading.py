@@ -33,16 +33,15 @@ class Origins:
     layers: Sequence[str] = ()
 
     def of(self, targets: Sequence[str]) -> str:
-        """Return the modules and lines of the model that the values ``targets`` come from; "" if
-        unknown."""
-        places = {
-            f"{self._module(module_path(node))}: {line}": None
+        """Return the module and line of the model that the last of the values ``targets`` comes
+        from; "" if unknown."""
+        places = [
+            f"{self._module(module_path(node))}: {line}"
             for target in targets
             for node in self.nodes.get(target, ())
             if node.op == "call_function" and (line := source_line(node))
-        }
-        # A backend may compile many statements into one: from the first to the last.
-        return " ... ".join([*places][:: max(len(places) - 1, 1)])
+        ]
+        return places[-1] if places else ""
 
     def _module(self, path: str) -> str:
         if len(self.layers) < 2:
@@ -97,9 +96,12 @@ def origin_of(error: BaseException) -> str:
     statement = _statement(frame.f_code.co_filename, line)
     text = " ".join(ast.unparse(statement).split()) if statement else ""
     known: Mapping[str, Origins] = frame.f_globals.origins  # type: ignore[attr-defined]
-    origin = known.get(name.partition(".")[0], Origins()).of(_targets(statement))
+    region = name.partition(".")[0]
+    origin = known.get(region, Origins()).of(_targets(statement))
     generated = f"line {line} of the generated code, in {name}: {text}"
-    return f"in {origin}\nas {generated}" if origin else f"in {generated}"
+    # Backends compile several statements into one function, which may fail in any of them.
+    where = "in or before" if f"= {region}." in text else "in"
+    return f"{where} {origin}\nas {generated}" if origin else f"in {generated}"
 
 
 def listed(paths: Sequence[str]) -> str:

@@ -55,12 +55,12 @@ class Reached:
     Attributes:
         inputs: by index of an input. If none of its outputs has a gradient, the input has none in
             eager code either.
-        functions: by line of the model, for backwards of the user's own that are not linear: they
-            do not run if none of their outputs has a gradient.
+        functions: line of the model and outputs, for backwards of the user's own that are not
+            linear: they do not run if none of these outputs has a gradient.
     """
 
     inputs: Mapping[int, frozenset[int]] = field(default_factory=dict)
-    functions: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    functions: tuple[tuple[str, frozenset[int]], ...] = ()
 
 
 class Kernel(Protocol):

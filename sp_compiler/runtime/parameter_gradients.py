@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -95,7 +95,7 @@ def refuse_batched(grads: Sequence[Tensor | None]) -> None:
 
 
 def refuse_unreached(
-    functions: Mapping[str, frozenset[int]], grads: Sequence[Tensor | None]
+    functions: Sequence[tuple[str, frozenset[int]]], grads: Sequence[Tensor | None]
 ) -> None:
     """Raise an error if a backward of the user's own would run although no gradient reaches it.
 
@@ -103,14 +103,14 @@ def refuse_unreached(
         functions: see :class:`~sp_compiler.ir.compiled_program.Reached`.
         grads: gradient of every output of the region, ``None`` if there is none.
     """
-    for line, outputs in functions.items():
+    for line, outputs in functions:
         if all(grads[output] is None for output in outputs):
             raise UnsupportedError(
                 f"the backward of a torch.autograd.Function or of a custom operator ({line}) is "
                 "not linear, so it must not run if no gradient reaches its results, but the "
-                "compiled code would run it, with zeros: no output that depends on it has a "
-                "gradient, while others have. Call backward from the model's loss alone, or from "
-                "a sum that includes an output that depends on it, or use the original model"
+                "compiled code would run it, with zeros: no output of its layer that depends on it "
+                "has a gradient, while others have. Call backward from a loss that depends on it, "
+                "leave it out where the loss does not, or use the original model"
             )
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.nn import functional as F
 
 import sp_compiler
 from sp_compiler import UnsupportedError
@@ -119,3 +120,58 @@ def test_gradients_are_those_of_eager_code(kind: str, use: str) -> None:
 def test_gradients_of_two_ranks(kind: str) -> None:
     report = sp_compiler.verify(_model(kind), ((_x(),), {}), tp=2)
     assert report.ok, str(report)
+
+
+class MinusHot(Function):
+    """An integer that is subtracted, as in the gradient of a cross entropy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad - F.one_hot(x.argmax(-1), _WIDTH)
+
+
+class Doubled(Function):
+    """Linear: where no gradient reaches it, zeros come out."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return torch.where(grad > 0, 2 * grad, grad / 3)
+
+
+class TwoHeads(nn.Module):
+    """Two calls of a function on one line, each before an output of its own."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+        self.first, self.second = nn.Linear(_WIDTH, _WIDTH), nn.Linear(_WIDTH, _WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        u, v = (self.function(layer(x)) for layer in (self.first, self.second))
+        return u.square().mean(), v.square().mean()
+
+
+@pytest.mark.parametrize("output", [0, 1])
+@pytest.mark.parametrize("function", [Regularized, MinusHot, Doubled])
+def test_calls_on_one_line_are_told_apart(function: Any, output: int) -> None:
+    torch.manual_seed(0)
+    eager = TwoHeads(function.apply).double()
+    module: Any = sp_compiler.compile(copy.deepcopy(eager), tp=1)
+    loss = module(_x())[output]
+    if output and function is not Doubled:  # the first call is not reached
+        with pytest.raises(UnsupportedError, match=r"u, v = .*not linear"):
+            loss.backward()
+        return
+    loss.backward()
+    eager(_x())[output].backward()
+    assert_same_gradients(module, eager)

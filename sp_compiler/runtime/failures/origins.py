@@ -14,7 +14,8 @@ class _NamingOrigins:
         # Our own errors, such as of a rank that waits for another, say what is wrong and where.
         if isinstance(error, Exception) and not isinstance(error, SPCompilerError):
             origin = origin_of(error)
-            if origin:
+            # An error may pass through several contexts, as of a compiled module in an operator.
+            if origin and origin not in getattr(error, "__notes__", ()):
                 error.add_note(origin)
 
 

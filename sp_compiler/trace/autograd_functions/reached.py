@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from sp_compiler.base.provenance import source_line
 from sp_compiler.ir.compiled_program import Reached
-from sp_compiler.ir.fx import ancestors, carries_gradient, tensor_operands
+from sp_compiler.ir.fx import ancestors, arguments, tensor_operands
 from sp_compiler.ir.op_traits import COPIES, FILLED, is_view
 
 _library = torch.library.Library("sp_compiler_function", "FRAGMENT")
@@ -33,13 +33,15 @@ REACHED = torch.ops.sp_compiler_function.reached.default
 
 _LINEAR = frozenset({"aten", "prims", "sp_compiler", "higher_order"})
 """Namespaces of operators whose backward is linear."""
-_PRODUCTS = frozenset({"mul", "div", "mm", "bmm"})
+_PRODUCTS = frozenset({"mul", "mm", "bmm"})
 """Operators whose result is zero if an operand is."""
 _KEEP_ZEROS = frozenset({
-    "add", "sub", "where", "cat", "neg", "sum", "mean", "abs", "sign", "tanh", "relu", "round",
-    "index", "index_select", "gather", "cumsum", "flip", "roll",
+    "add", "sub", "cat", "neg", "sum", "mean", "abs", "sign", "tanh", "relu", "round", "cumsum",
+    "flip", "roll",
 })  # fmt: skip
-"""Operators whose result is zero if all operands are, apart from masks and indices."""
+"""Operators whose result is zero if all operands are."""
+_CHOOSE = {"div": "self", "index": "self", "index_select": "self", "gather": "self"}
+"""Operators whose result is zero if this operand is."""
 
 
 class ReachedGradients(Interpreter):
@@ -120,11 +122,14 @@ def reached_from(
     given = ((index, grad) for index, grad in enumerate(grads) if grad is not None)
     inputs = {index: outputs.get(grad, frozenset()) for index, grad in given}
     marks = graph.find_nodes(op="call_function", target=REACHED)
-    functions = {source_line(node) or str(node): outputs.get(node, frozenset()) for node in marks}
+    lines = (source_line(node) or "of an unknown line" for node in marks)
+    functions = dict.fromkeys(
+        (line, outputs.get(node, frozenset())) for line, node in zip(lines, marks, strict=True)
+    )
     num_all = len(tangents)
     return Reached(
         {index: found for index, found in inputs.items() if len(found) < num_all},
-        {line: found for line, found in functions.items() if len(found) < num_all},
+        tuple((line, found) for line, found in functions if len(found) < num_all),
     )
 
 
@@ -154,21 +159,21 @@ def _keeps_zeros(node: Node, zero: Collection[Node]) -> bool:
         return FILLED[node.target] == 0
     namespace, _, name = getattr(node.target, "_name", "aten::").partition("::")
     name = name.partition(".")[0]
-    # A kernel for a gradient, of torch or of the user's own.
-    if name in _PRODUCTS or "backward" in name or namespace != "aten":
+    if namespace not in _LINEAR:  # a kernel of the user's own may compute anything
+        return False
+    if name in _PRODUCTS or "backward" in name:
         return any(each in zero for each in node.all_input_nodes)
+    if name in _CHOOSE:
+        return arguments(node)[_CHOOSE[name]] in zero
+    if name == "where":
+        bound = arguments(node)
+        return all(bound.get(each) in (0, *zero) for each in ("self", "other"))
     if not (name in _KEEP_ZEROS or is_view(node) or node.target in COPIES):
         return False
     # A number that is added.
     if name in ("add", "sub") and len(tensor_operands(node)) < 2:
         return False
-    operands = [each for each in node.all_input_nodes if not _chooses(each.meta["val"])]
-    return bool(operands) and all(each in zero for each in operands)
-
-
-def _chooses(value: Any) -> bool:
-    """Return whether a value is a mask or an index."""
-    return isinstance(value, Tensor) and not carries_gradient(value)
+    return bool(node.all_input_nodes) and all(each in zero for each in node.all_input_nodes)
 
 
 def drop_all(graph: Graph) -> None:

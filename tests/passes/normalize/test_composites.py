@@ -168,6 +168,7 @@ def test_one_value_is_written_by_where(name: str) -> None:
         lambda x, w: x.index_put((_ROWS,), torch.stack([w, 2 * w])),  # a row each
         lambda x, w: x.index_put((torch.tensor([0, 2]),), w),
         lambda x, w: torch.ops.aten.index_put(x, [_ROWS, torch.tensor([0, 1])], w[0]),
+        lambda x, w: (x > 0).index_put((_ROWS,), torch.tensor(True), accumulate=True) * w,
     ],
 )
 def test_other_writes_stay(write: Callable[[Tensor, Tensor], Tensor]) -> None:

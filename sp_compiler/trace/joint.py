@@ -36,7 +36,7 @@ from sp_compiler.ir.rewriting import copy_graph, erase_dead
 from sp_compiler.ir.snapshot import IN_CHUNKS
 from sp_compiler.ir.symbolic import inline_sizes, same_shape
 from sp_compiler.trace import effects
-from sp_compiler.trace.autograd_functions import reached
+from sp_compiler.trace.autograd_functions import attributes_kept, numbers_of_calls, reached
 from sp_compiler.trace.tracer_patches import (
     fix_states_of_lstms,
     generators_left_alone,
@@ -152,9 +152,10 @@ def trace_joint(region: Region) -> JointGraph:
     # Without functionalization a trace takes a fifth less time. Regions are functional already, and
     # so are the derivatives of most.
     functionalize = effects.has_effects(region.module.graph)
-    traced = _trace(region, functionalize)
-    if not functionalize and effects.has_writes(traced.graph):
-        traced = _trace(region, functionalize=True)
+    with attributes_kept(numbers_of_calls(region.module.graph)):
+        traced = _trace(region, functionalize)
+        if not functionalize and effects.has_writes(traced.graph):
+            traced = _trace(region, functionalize=True)
     # PyTorch's order and names of nodes are not kept: both change between versions.
     joint = _rebuild(traced.graph, region)
     # Before provenance is copied: copies of outputs are recognized by having no source.

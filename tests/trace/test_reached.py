@@ -33,6 +33,18 @@ class WithAuxiliary(Function):
         return grad, grad.new_ones(())
 
 
+class Scaled(WithAuxiliary):
+    """Megatron's form, whose class has the scale of the losses, made in the first backward."""
+
+    scale: Tensor | None = None
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if Scaled.scale is None:
+            Scaled.scale = torch.tensor(1.0, device=grad.device)
+        return grad, grad.new_ones(()) * Scaled.scale
+
+
 class Regularized(Function):
     """Adds to the gradient of an activation."""
 
@@ -78,12 +90,13 @@ class Experts(nn.Module):
             hidden = Regularized.apply(hidden)
         else:
             auxiliary = scores.softmax(-1).mean((0, 1)).square().sum()
-            hidden = WithAuxiliary.apply(hidden, 5 * auxiliary)
+            function = Scaled if self.kind == "scaled" else WithAuxiliary
+            hidden = function.apply(hidden, 5 * auxiliary)
         logits = self.head(hidden)
         return hidden.square().mean(), logits, scores
 
 
-_KINDS = ["gated", "apart", "pair", "regularized"]
+_KINDS = ["gated", "scaled", "apart", "pair", "regularized"]
 _USES = {
     "loss": lambda loss, logits, scores: loss,
     "logits": lambda loss, logits, scores: logits.square().sum(),
@@ -103,9 +116,13 @@ def _x() -> Tensor:
 
 @pytest.mark.parametrize("use", _USES)
 @pytest.mark.parametrize("kind", _KINDS)
-def test_gradients_are_those_of_eager_code(kind: str, use: str) -> None:
+def test_gradients_are_those_of_eager_code(
+    kind: str, use: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Scaled, "scale", None)
     eager = _model(kind)
-    module: Any = sp_compiler.compile(copy.deepcopy(eager), tp=1)
+    module: Any = sp_compiler.compile(copy.deepcopy(eager), tp=1, example_inputs=((_x(),), {}))
+    assert Scaled.scale is None  # no fake tensor, with which the model itself would fail
     loss = _USES[use](*module(_x()))
     if use == "scores" and kind != "pair":  # they do not depend on the function
         with pytest.raises(UnsupportedError, match=r"\(test_reached.py:\d+ hidden = .*not linear"):
@@ -116,7 +133,14 @@ def test_gradients_are_those_of_eager_code(kind: str, use: str) -> None:
     assert_same_gradients(module, eager)
 
 
-@pytest.mark.parametrize("kind", _KINDS)
+def test_a_tensor_that_was_stored_before_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scaled, "scale", torch.tensor(2.0))
+    with pytest.raises(UnsupportedError, match=r"\(Scaled\) uses a tensor .* pass it to apply"):
+        sp_compiler.compile(_model("scaled"), tp=1, example_inputs=((_x(),), {}))
+    assert float(Scaled.scale) == 2  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in _KINDS if kind != "scaled"])
 def test_gradients_of_two_ranks(kind: str) -> None:
     report = sp_compiler.verify(_model(kind), ((_x(),), {}), tp=2)
     assert report.ok, str(report)

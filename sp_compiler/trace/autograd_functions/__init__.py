@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,6 +33,7 @@ _library = torch.library.Library("sp_compiler_function", "DEF")
 _library.define("apply(Tensor[] inputs, int call) -> Tensor[]")
 _APPLY = torch.autograd.Function.__dict__["apply"]
 _Base: Any = torch.autograd.function._SingleLevelFunction
+_NOT_FAKE = "Please convert all Tensors to FakeTensors"  # torch's assertion
 _IS_RUNNING = ContextVar("a recorded function runs", default=False)
 
 # Operators that pointwise functions may use in addition to those that torch tags as pointwise.
@@ -119,6 +120,42 @@ def _kernel(inputs: list[Tensor], call: int) -> list[Tensor]:
 _library.impl("apply", _kernel, "CompositeImplicitAutograd")
 
 
+def numbers_of_calls(graph: Graph) -> list[int]:
+    """Return the numbers of the recorded calls in ``graph``."""
+    target = torch.ops.sp_compiler_function.apply.default
+    return [node.args[1] for node in graph.find_nodes(op="call_function", target=target)]
+
+
+@contextlib.contextmanager
+def attributes_kept(calls: Iterable[int]) -> Iterator[None]:
+    """Context after which the functions of ``calls`` have the attributes that they had before it.
+
+    A function may store a tensor in its class, such as a scale of gradients. While it is traced,
+    that would be a fake tensor, on which the model itself would fail.
+
+    Raises:
+        UnsupportedError: a backward reads a tensor that was stored before.
+    """
+    before = {_CALLS[call].function: dict(vars(_CALLS[call].function)) for call in calls}
+    try:
+        yield
+    except AssertionError as error:
+        if not before or _NOT_FAKE not in str(error):
+            raise
+        names = ", ".join(function.__name__ for function in before)
+        raise UnsupportedError(
+            f"the backward of a torch.autograd.Function ({names}) uses a tensor that it is not "
+            "given, such as an attribute of its class; pass it to apply(), and save it in forward"
+        ) from error
+    finally:
+        for function, attributes in before.items():
+            for name in vars(function).keys() - attributes.keys():
+                delattr(function, name)
+            for name, value in attributes.items():
+                if vars(function)[name] is not value:
+                    setattr(function, name, value)
+
+
 def function_name(call: int) -> str:
     """Return the name of the user's class."""
     return _CALLS[call].function.__name__
@@ -179,7 +216,7 @@ def _record(
     # torch internals: _version, which every write into a tensor increments; there is no other sign
     # that a function writes into its inputs.
     versions = [x._version for x in inputs]
-    with _Watched(function, inputs):
+    with attributes_kept([number]), _Watched(function, inputs):
         outputs = torch.ops.sp_compiler_function.apply(inputs, number)
     if [x._version for x in inputs] != versions:
         raise UnsupportedError(
@@ -265,7 +302,8 @@ def is_pointwise_function(call: int, rank: int, dtypes: tuple[torch.dtype, ...])
 
 def _keeps_shapes(call: int, rank: int, dtypes: tuple[torch.dtype, ...]) -> bool:
     try:
-        first, second = (_traced(_CALLS[call], shape[:rank], dtypes) for shape in _PROBES)
+        with attributes_kept([call]):
+            first, second = (_traced(_CALLS[call], shape[:rank], dtypes) for shape in _PROBES)
     except Exception:  # the user's code may raise anything for shapes other than its own
         return False
     return first is not None and first == second

@@ -68,29 +68,23 @@ class _Backward:
         return [None if grad is None else REACHED(grad, self.tangents) for grad in grads]
 
 
-class _Results(torch.autograd.Function):
+class _Operands(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, backward: _Backward, *results: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, backward: _Backward, *values: Tensor) -> tuple[Tensor, ...]:
         ctx.own = backward
         ctx.set_materialize_grads(False)
-        return tuple(torch.ops.aten.alias.default(x) for x in results)
+        return tuple(torch.ops.aten.alias.default(x) for x in values)
 
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        return None, *ctx.own.mark(grads)
+
+
+class _Results(_Operands):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         ctx.own.tangents = [grad for grad in grads if grad is not None]
-        return None, *ctx.own.mark(grads)
-
-
-class _Operands(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, backward: _Backward, *operands: Tensor) -> tuple[Tensor, ...]:
-        ctx.own = backward
-        ctx.set_materialize_grads(False)
-        return tuple(torch.ops.aten.alias.default(x) for x in operands)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return None, *ctx.own.mark(grads)
+        return _Operands.backward(ctx, *grads)
 
 
 def _marked(function: Callable[..., Sequence[Tensor]], tree: Any) -> Any:
@@ -140,8 +134,7 @@ def drop_determined(graph: Graph, tangents: Mapping[Node, int]) -> None:
     for node in graph.find_nodes(op="call_function", target=REACHED):
         gradient, of = node.args
         if outputs.get(gradient) == outputs.get(node) and _is_zero_with(gradient, of):
-            node.replace_all_uses_with(gradient)
-            graph.erase_node(node)
+            _drop(node)
 
 
 def _is_zero_with(gradient: Node, tangents: Sequence[Node]) -> bool:
@@ -179,5 +172,10 @@ def _keeps_zeros(node: Node, zero: Collection[Node]) -> bool:
 def drop_all(graph: Graph) -> None:
     """Drop every :data:`REACHED`: a gradient reaches all of them."""
     for node in graph.find_nodes(op="call_function", target=REACHED):
-        node.replace_all_uses_with(node.args[0])
-        graph.erase_node(node)
+        _drop(node)
+
+
+def _drop(node: Node) -> None:
+    # Not replace_with(), which would name the gradient after the mark.
+    node.replace_all_uses_with(node.args[0])
+    node.graph.erase_node(node)
